@@ -1,0 +1,167 @@
+"""Ring attention against float64 attention of every document by itself, written out in plain matrix products."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_llm.context import LAYOUTS, make_plan, ring_attention
+from lit_llm.gates.processes import run_ranks
+
+DOCUMENTS = {
+    "one": [0, 193],
+    "odd": [0, 7, 8, 61, 62, 63, 150, 193],
+    "single tokens": list(range(0, 42)),
+    "long then short": [0, 170, 171, 176, 193],
+}
+
+
+def reference(q, k, v, cu_seqlens):
+    """Softmax attention of each document alone: [tokens, heads, head_dim], in the dtype given."""
+    group = q.shape[1] // k.shape[1]
+    outputs = []
+    for start, stop in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        document = []
+        for head in range(q.shape[1]):
+            scores = q[start:stop, head] @ k[start:stop, head // group].T / math.sqrt(q.shape[-1])
+            length = stop - start
+            scores = scores + torch.full((length, length), -math.inf, dtype=q.dtype).triu(1)
+            document.append(scores.softmax(-1) @ v[start:stop, head // group])
+        outputs.append(torch.stack(document, 1))
+    return torch.cat(outputs)
+
+
+def make_inputs(total, heads, kv_heads, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(total, heads, 16), (total, kv_heads, 16), (total, kv_heads, 16), (total, heads, 16)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def worker(rank, cases):
+    group = dist.group.WORLD
+    size = dist.get_world_size()
+    answers = []
+    for cu_seqlens, layout, heads, kv_heads, dtype in cases:
+        q, k, v, grad = make_inputs(cu_seqlens[-1], heads, kv_heads, dtype)
+        plan = make_plan(cu_seqlens, size, layout, blocks_per_rank=4)
+        held = plan.indices(rank)
+        local = [tensor[held].clone().requires_grad_() for tensor in (q, k, v)]
+        out = ring_attention(*local, plan, group)
+        out.backward(grad[held])
+        answers.append((held, out.detach(), *(tensor.grad for tensor in local)))
+    return answers
+
+
+def compare(world_size, cases, tolerance):
+    by_rank = run_ranks(worker, world_size, cases)
+    for number, (cu_seqlens, layout, heads, kv_heads, dtype) in enumerate(cases):
+        inputs = [t.double() for t in make_inputs(cu_seqlens[-1], heads, kv_heads, dtype)]
+        leaves = [tensor.requires_grad_() for tensor in inputs[:3]]
+        expected = reference(*leaves, cu_seqlens)
+        expected.backward(inputs[3])
+        expected = [expected.detach(), *(leaf.grad for leaf in leaves)]
+        held = torch.cat([answers[number][0] for answers in by_rank])
+        assert held.sort().values.equal(torch.arange(cu_seqlens[-1])), "every token is on exactly one rank"
+        for which, name in enumerate(("out", "dq", "dk", "dv"), start=1):
+            got = torch.cat([answers[number][which] for answers in by_rank])
+            wanted = expected[which - 1][held]
+            # one-token documents have no gradient for q and k: measure theirs against that of v
+            error = (got.double() - wanted).norm() / (wanted.norm() or expected[3].norm())
+            assert error < tolerance, f"{name} of {cu_seqlens} {layout} {heads}/{kv_heads}: {error}"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_exact_in_fp32(world_size):
+    cases = [
+        (cu_seqlens, layout, heads, kv_heads, torch.float32)
+        for cu_seqlens in DOCUMENTS.values()
+        for layout in LAYOUTS
+        for heads, kv_heads in ((4, 4), (4, 2), (3, 1))
+    ]
+    compare(world_size, cases, 1e-6)
+
+
+def test_exact_in_fp64_and_close_in_bf16():
+    cases = [(DOCUMENTS["odd"], layout, 4, 2, torch.float64) for layout in LAYOUTS]
+    compare(2, cases, 1e-14)
+    cases = [(DOCUMENTS["odd"], layout, 4, 2, torch.bfloat16) for layout in LAYOUTS]
+    compare(2, cases, 1e-2)
+
+
+def test_one_rank_needs_no_process_group():
+    q, k, v, _ = make_inputs(193, 4, 2, torch.float32)
+    plan = make_plan(DOCUMENTS["odd"], 1)
+    got = ring_attention(q, k, v, plan)
+    wanted = reference(q.double(), k.double(), v.double(), DOCUMENTS["odd"])
+    assert (got.double() - wanted).norm() / wanted.norm() < 1e-6
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    num_ranks=st.integers(1, 6),
+    layout=st.sampled_from(LAYOUTS),
+    blocks=st.integers(1, 9),
+)
+def test_plan_covers_every_pair_once(lengths, num_ranks, layout, blocks):
+    total = sum(lengths)
+    cu_seqlens = [0]
+    for length in lengths:
+        cu_seqlens.append(cu_seqlens[-1] + length)
+    if total < num_ranks:
+        with pytest.raises(ValueError, match="tokens cannot be split over"):
+            make_plan(cu_seqlens, num_ranks, layout, blocks)
+        return
+    plan = make_plan(cu_seqlens, num_ranks, layout, blocks)
+    held = [plan.indices(rank) for rank in range(num_ranks)]
+    assert min(map(len, held)) >= 1
+    assert [len(h) for h in held] == list(plan.lengths)
+    count = torch.zeros(total, total, dtype=torch.int)
+    for q_rank in range(num_ranks):
+        pairs = 0
+        for k_rank in range(num_ranks):
+            for tile in plan.tiles(q_rank, k_rank):
+                rows, columns = held[q_rank][tile.q_start : tile.q_stop], held[k_rank][tile.k_start : tile.k_stop]
+                part = torch.ones(len(rows), len(columns), dtype=torch.int)
+                part = part.tril() if tile.causal else part
+                pairs += int(part.sum())
+                count[rows[:, None], columns[None]] += part
+        assert plan.cost(q_rank) == pairs
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    wanted = (document[:, None] == document[None]) & torch.ones(total, total, dtype=torch.bool).tril()
+    assert count.equal(wanted.int())
+
+
+@given(total=st.integers(4, 500), num_ranks=st.integers(1, 4), layout=st.sampled_from(LAYOUTS))
+def test_lengths_differ_by_little(total, num_ranks, layout):
+    lengths = make_plan([0, total], num_ranks, layout, 8).lengths
+    assert sum(lengths) == total
+    assert max(lengths) - min(lengths) <= 8
+
+
+def test_balance_beats_zigzag_on_packed_documents():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randn(60, generator=generator).mul(1.5).add(7.6).exp().long().clamp(min=8)
+    cu_seqlens = [0, *lengths.cumsum(0).tolist()]
+    work = {}
+    for layout in LAYOUTS:
+        plan = make_plan(cu_seqlens, 8, layout, 16)
+        costs = [plan.cost(rank) for rank in range(8)]
+        work[layout] = max(costs) / (sum(costs) / 8)
+    assert work["balanced"] < 1.05 < work["zigzag"]
+
+
+def test_refusals():
+    q, k, v, _ = make_inputs(10, 4, 2, torch.float32)
+    plan = make_plan([0, 10], 1)
+    with pytest.raises(ValueError, match="layout='striped' is unknown: choose one of 'contiguous'"):
+        make_plan([0, 10], 2, "striped")
+    with pytest.raises(ValueError, match="rank 0 holds 10 tokens"):
+        ring_attention(q[:9], k, v, plan)
+    with pytest.raises(ValueError, match="4 query heads cannot be grouped over 3 key heads"):
+        ring_attention(q, torch.randn(10, 3, 16), torch.randn(10, 3, 16), plan)
+    with pytest.raises(ValueError, match="the plan is for 2 ranks"):
+        ring_attention(q, k, v, make_plan([0, 10], 2))
