@@ -1,0 +1,311 @@
+"""Context parallelism as a Lightning strategy: one batch, its sequence over several devices."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing_extensions import override
+
+from lit_llm.agreement import raise_together
+from lit_llm.context import Layout, Shard, keep_one_target, ring_attention, shard_batch
+from lit_llm.huggingface import outermost_models, route_attention, supply_arguments
+from lit_llm.loss import LossWindow, WindowTotal, rescale_gradients, weight_gradient
+
+__all__ = ["ContextParallelStrategy"]
+
+
+class ContextParallelStrategy(DDPStrategy):
+    """DDP over data-parallel times context-parallel devices; those of one context group share a batch.
+
+    Each step the batch ``[batch, seq]`` is flattened to one packed sequence, its labels are shifted inside each
+    document, and each device of the context group gets its part of the tokens: the module's ``training_step`` sees
+    ``input_ids``, ``position_ids``, ``labels`` and ``shift_labels`` of shape ``[1, tokens]``. Attention runs over the
+    whole sequence, exactly (:func:`lit_llm.context.ring_attention`). The gradient is that of the mean over all valid
+    targets of the global batch and its accumulated micro-batches, however they are spread
+    (:mod:`lit_llm.loss.ledger`). Callbacks and loggers keep seeing the full batch.
+
+    The model is a Hugging Face causal model anywhere inside the LightningModule, which need not change: it may call
+    ``self.model(**batch).loss`` or ``self.model(batch["input_ids"], labels=batch["labels"]).loss``.
+
+    Args:
+        context_parallel_size: devices that share a sequence. "auto": the devices of a node, or what
+            ``data_parallel_size`` leaves.
+        data_parallel_size: groups that read different batches. "auto": what ``context_parallel_size`` leaves.
+        attention: how keys and queries meet. "auto" is "ring".
+        layout: who holds which tokens (:func:`lit_llm.context.make_plan`). "auto" is "balanced".
+        blocks_per_rank: for the balanced layout, more blocks balance better and make smaller tiles.
+        **kwargs: as for ``lightning.pytorch.strategies.DDPStrategy``.
+
+    Raises:
+        MisconfigurationException: before training and on every rank, if the sizes do not fit the devices, the
+            attention of the model cannot be routed, or the module optimises by hand.
+        ValueError: at the first batch and on every rank, if it cannot be split.
+
+    Example::
+
+        import lit_llm
+        from lightning.pytorch import Trainer
+
+        trainer = Trainer(strategy="context_parallel", accelerator="cpu", devices=2)
+        trainer.fit(module, datamodule)
+
+    Source: Liu et al., Ring Attention, arXiv 2310.01889; loss normalisation as derived in :mod:`lit_llm.loss.ledger`.
+    """
+
+    strategy_name = "context_parallel"
+
+    def __init__(
+        self,
+        context_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        attention: Literal["auto", "ring"] = "auto",
+        layout: Literal["auto", "contiguous", "zigzag", "balanced"] = "auto",
+        blocks_per_rank: int = 8,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        _check_choice("attention", attention, ("auto", "ring"))
+        _check_choice("layout", layout, ("auto", "contiguous", "zigzag", "balanced"))
+        _check_size("context_parallel_size", context_parallel_size)
+        _check_size("data_parallel_size", data_parallel_size)
+        _check_size("blocks_per_rank", blocks_per_rank)
+        self._context_parallel_size = context_parallel_size
+        self._data_parallel_size = data_parallel_size
+        self._layout: Layout = "balanced" if layout == "auto" else layout
+        self._blocks_per_rank = blocks_per_rank
+        self._device_mesh: DeviceMesh | None = None
+        self._shard: Shard | None = None
+        self._generating = False
+        self._num_routed = 0
+        self._checked_stages: set[str] = set()
+        self._undo: list[Callable[[], None]] = []
+        self._window = LossWindow()
+        self.last_window: WindowTotal | None = None
+        """The totals of the window behind the last optimizer step, over all ranks."""
+
+    # ---- processes and mesh
+
+    @override
+    def _configure_launcher(self) -> None:
+        # Lightning refuses its default launcher in notebooks, where only forked processes see the user's cells
+        assert self.cluster_environment is not None
+        if _IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
+            self._start_method = "fork"
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        if self._start_method == "fork" and self.root_device.type == "cpu":
+            torch.set_num_threads(1)  # the parent's thread pool does not exist in a forked child: using it hangs
+        sizes = self._resolve_sizes()
+        super().setup_environment()
+        self._device_mesh = init_device_mesh(
+            self.root_device.type, sizes, mesh_dim_names=("data_parallel", "context_parallel")
+        )
+        if self.lightning_module is not None:
+            self.lightning_module._device_mesh = self._device_mesh
+
+    def _resolve_sizes(self) -> tuple[int, int]:
+        """(data-parallel, context-parallel) sizes."""
+        world_size = self.num_nodes * self.num_processes
+        data, context = self._data_parallel_size, self._context_parallel_size
+        for name, size in (("context_parallel_size", context), ("data_parallel_size", data)):
+            if size != "auto" and world_size % size:
+                divisors = [str(number) for number in range(1, world_size + 1) if world_size % number == 0]
+                raise MisconfigurationException(
+                    f"{name}={size} does not divide the world size of {world_size} devices: "
+                    f"choose one of {', '.join(divisors)}, or another number of devices"
+                )
+        if context == "auto":
+            context = self.num_processes if data == "auto" else world_size // data
+        if data == "auto":
+            data = world_size // context
+        if data * context != world_size:
+            raise MisconfigurationException(
+                f"data_parallel_size={data} times context_parallel_size={context} is not the world size of "
+                f"{world_size} devices: set one of them and leave the other \"auto\""
+            )
+        return data, context
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh with axes "data_parallel" and "context_parallel"; exists once processes are set up."""
+        if self._device_mesh is None:
+            raise RuntimeError("the device mesh exists only after the processes are set up: use it from setup() on")
+        return self._device_mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        data = self.device_mesh["data_parallel"]  # the ranks of a context group read the same samples
+        return {"num_replicas": data.size(), "rank": data.get_local_rank()}
+
+    # ---- the model
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        with raise_together():
+            self._route(trainer)
+        super().setup(trainer)
+
+    def _route(self, trainer: Any) -> None:
+        assert self.lightning_module is not None
+        if trainer.state.fn == TrainerFn.FITTING and not self.lightning_module.automatic_optimization:
+            raise MisconfigurationException(
+                f"{type(self.lightning_module).__name__} optimises by hand (automatic_optimization=False): "
+                "ContextParallelStrategy cannot normalise its gradients yet. Use automatic optimization"
+            )
+        if self._undo:
+            return
+        models = outermost_models(self.lightning_module)
+        if not models:
+            raise MisconfigurationException(
+                f"the attention of {type(self.lightning_module).__name__} cannot be routed: it holds no Hugging Face "
+                "model. Build one (transformers.PreTrainedModel) in __init__ or configure_model, "
+                "or use another strategy"
+            )
+        for model in models:
+            try:
+                self._undo.append(route_attention(model, self._attend, self._is_active))
+            except ValueError as error:
+                raise MisconfigurationException(str(error)) from error
+            self._undo.append(supply_arguments(model, self._arguments, self._set_generating))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        assert self._shard is not None
+        self._num_routed += 1
+        group = self.device_mesh["context_parallel"].get_group() if self._shard.plan.num_ranks > 1 else None
+        return ring_attention(q[0], k[0], v[0], self._shard.plan, group, scale)[None]
+
+    def _is_active(self, tokens: int) -> bool:
+        shard = self._shard
+        return shard is not None and not self._generating and tokens == shard.plan.lengths[shard.rank]
+
+    def _arguments(self) -> dict[str, Any] | None:
+        return None if self._shard is None else self._shard.batch
+
+    def _set_generating(self, generating: bool) -> None:
+        self._generating = generating
+
+    # ---- steps
+
+    @contextmanager
+    def _sharded(self, stage: str, batch: Any) -> Iterator[Shard]:
+        """The shard of a batch, with attention routed by its plan."""
+        if stage in self._checked_stages:
+            shard = self._split(batch)
+        else:
+            with raise_together():
+                shard = self._split(batch)
+        self._shard, self._num_routed = shard, 0
+        yield shard
+        if stage not in self._checked_stages:
+            self._check_routed(stage)
+            self._checked_stages.add(stage)
+
+    def _split(self, batch: Any) -> Shard:
+        context = self.device_mesh["context_parallel"]
+        return shard_batch(batch, context.size(), context.get_local_rank(), self._layout, self._blocks_per_rank)
+
+    def _check_routed(self, stage: str) -> None:
+        if self._num_routed == 0:
+            raise MisconfigurationException(
+                f"the {stage} step of {type(self.lightning_module).__name__} made no attention call that could be "
+                "routed, so its tokens would not see the rest of their sequence. Call the Hugging Face model with "
+                "the batch's input_ids as they are given, and without a cache"
+            )
+
+    @override
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._sharded("training", batch) as shard:
+            if shard.num_targets is None:
+                raise ValueError(f"the batch has no 'labels', only {sorted(map(str, batch))}: training needs them")
+            output = super().training_step(keep_one_target(shard).batch, *args, **kwargs)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if isinstance(loss, Tensor):
+            weight_gradient(loss, shard.num_targets)
+            self._window.add(loss, shard.num_targets)
+        return output  # attention stays routed: a recompute in the backward calls it again
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        self._shard = None
+
+    @override
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        def normalised_closure() -> Any:
+            result = closure()
+            assert self.lightning_module is not None
+            self.last_window = self._window.close(dist.group.WORLD)
+            accumulated = self.lightning_module.trainer.accumulate_grad_batches
+            rescale_gradients(self.lightning_module.parameters(), self.last_window, accumulated, self.world_size)
+            return result
+
+        return super().optimizer_step(optimizer, normalised_closure, model, **kwargs)
+
+    @override
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._sharded("validation", batch) as shard:
+            output = super().validation_step(shard.batch, *args, **kwargs)
+        self._shard = None
+        return output
+
+    @override
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._sharded("test", batch) as shard:
+            output = super().test_step(shard.batch, *args, **kwargs)
+        self._shard = None
+        return output
+
+    @override
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._sharded("predict", batch) as shard:
+            output = super().predict_step(shard.batch, *args, **kwargs)
+        self._shard = None
+        return output
+
+    # ---- checkpoints and the end
+
+    @override
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        try:
+            super().load_model_state_dict(checkpoint, strict=strict)
+        except RuntimeError as error:
+            raise MisconfigurationException(
+                f"the checkpoint does not fit {type(self.lightning_module).__name__}: it was written by another "
+                f"model. Use the configuration it was trained with, or another ckpt_path. ({error})"
+            ) from error
+
+    @override
+    def teardown(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self._shard = None
+        self._checked_stages.clear()
+        super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: the base class would register its own names once more."""
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise MisconfigurationException(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
+
+
+def _check_size(name: str, value: int | str) -> None:
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise MisconfigurationException(f'{name}={value!r} must be a positive integer or "auto"')
