@@ -10,9 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["outermost_models", "pretrained_location", "route_attention", "supply_arguments"]
+from lit_llm.context import Shard, ring_attention
+
+__all__ = ["ContextRoute", "outermost_models", "pretrained_location", "route_attention", "supply_arguments"]
 
 _ROUTE_NAME = "lit_llm_route"
 _route_numbers = itertools.count()
@@ -198,6 +201,63 @@ def route_attention(
             "transformers. Use a model that does (Llama, Qwen, Mistral, Gemma, GPT-NeoX, GPT-2, …)"
         )
     return undo
+
+
+class ContextRoute:
+    """Runs the Hugging Face models in a module on shards of their sequence, while a shard is set.
+
+    Args:
+        module: the models are looked for inside it.
+        group: the ranks that share a sequence; None for one.
+
+    Attributes:
+        shard: the current shard, or None: then every call runs as if nothing was installed.
+        num_calls: attention calls routed so far.
+
+    Raises:
+        ValueError: if there is no model whose attention can be routed.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+        self.shard: Shard | None = None
+        self.num_calls = 0
+        self._group = group
+        self._generating = False
+        self._undo: list[Callable[[], None]] = []
+        models = outermost_models(module)
+        if not models:
+            raise ValueError(
+                f"the attention of {type(module).__name__} cannot be routed: it holds no Hugging Face model. Build "
+                "one (transformers.PreTrainedModel) in __init__ or configure_model, or use another strategy"
+            )
+        try:
+            for model in models:
+                self._undo.append(route_attention(model, self._attend, self._is_active))
+                self._undo.append(supply_arguments(model, self._arguments, self._set_generating))
+        except ValueError:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Leave the models as they were."""
+        self.shard = None
+        while self._undo:
+            self._undo.pop()()
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        assert self.shard is not None
+        self.num_calls += 1
+        return ring_attention(q[0], k[0], v[0], self.shard.plan, self._group, scale)[None]
+
+    def _is_active(self, tokens: int) -> bool:
+        shard = self.shard
+        return shard is not None and not self._generating and tokens == shard.plan.lengths[shard.rank]
+
+    def _arguments(self) -> dict[str, Any] | None:
+        return None if self.shard is None else self.shard.batch
+
+    def _set_generating(self, generating: bool) -> None:
+        self._generating = generating
 
 
 def _refuse_dropout(model: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """Context parallelism as a Lightning strategy: one batch, its sequence over several devices."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
 
 from lit_llm.agreement import raise_together
-from lit_llm.context import Layout, Shard, keep_one_target, ring_attention, shard_batch
-from lit_llm.huggingface import outermost_models, route_attention, supply_arguments
+from lit_llm.context import Layout, Shard, keep_one_target, shard_batch
+from lit_llm.huggingface import ContextRoute
 from lit_llm.loss import LossWindow, WindowTotal, rescale_gradients, weight_gradient
 
 __all__ = ["ContextParallelStrategy"]
@@ -82,11 +82,8 @@ class ContextParallelStrategy(DDPStrategy):
         self._layout: Layout = "balanced" if layout == "auto" else layout
         self._blocks_per_rank = blocks_per_rank
         self._device_mesh: DeviceMesh | None = None
-        self._shard: Shard | None = None
-        self._generating = False
-        self._num_routed = 0
+        self._route: ContextRoute | None = None
         self._checked_stages: set[str] = set()
-        self._undo: list[Callable[[], None]] = []
         self._window = LossWindow()
         self.last_window: WindowTotal | None = None
         """The totals of the window behind the last optimizer step, over all ranks."""
@@ -153,75 +150,50 @@ class ContextParallelStrategy(DDPStrategy):
     @override
     def setup(self, trainer: Any) -> None:
         with raise_together():
-            self._route(trainer)
+            self._install_route(trainer)
         super().setup(trainer)
 
-    def _route(self, trainer: Any) -> None:
+    def _install_route(self, trainer: Any) -> None:
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING and not self.lightning_module.automatic_optimization:
             raise MisconfigurationException(
                 f"{type(self.lightning_module).__name__} optimises by hand (automatic_optimization=False): "
                 "ContextParallelStrategy cannot normalise its gradients yet. Use automatic optimization"
             )
-        if self._undo:
-            return
-        models = outermost_models(self.lightning_module)
-        if not models:
-            raise MisconfigurationException(
-                f"the attention of {type(self.lightning_module).__name__} cannot be routed: it holds no Hugging Face "
-                "model. Build one (transformers.PreTrainedModel) in __init__ or configure_model, "
-                "or use another strategy"
-            )
-        for model in models:
+        context = self.device_mesh["context_parallel"]
+        if self._route is None:
             try:
-                self._undo.append(route_attention(model, self._attend, self._is_active))
+                self._route = ContextRoute(self.lightning_module, context.get_group() if context.size() > 1 else None)
             except ValueError as error:
                 raise MisconfigurationException(str(error)) from error
-            self._undo.append(supply_arguments(model, self._arguments, self._set_generating))
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-        assert self._shard is not None
-        self._num_routed += 1
-        group = self.device_mesh["context_parallel"].get_group() if self._shard.plan.num_ranks > 1 else None
-        return ring_attention(q[0], k[0], v[0], self._shard.plan, group, scale)[None]
-
-    def _is_active(self, tokens: int) -> bool:
-        shard = self._shard
-        return shard is not None and not self._generating and tokens == shard.plan.lengths[shard.rank]
-
-    def _arguments(self) -> dict[str, Any] | None:
-        return None if self._shard is None else self._shard.batch
-
-    def _set_generating(self, generating: bool) -> None:
-        self._generating = generating
 
     # ---- steps
 
     @contextmanager
     def _sharded(self, stage: str, batch: Any) -> Iterator[Shard]:
-        """The shard of a batch, with attention routed by its plan."""
-        if stage in self._checked_stages:
+        """The shard of a batch. Its attention stays routed until :meth:`_release`: a recompute calls it again."""
+        assert self._route is not None
+        first = stage not in self._checked_stages
+        with raise_together() if first else nullcontext():
             shard = self._split(batch)
-        else:
-            with raise_together():
-                shard = self._split(batch)
-        self._shard, self._num_routed = shard, 0
+        before = self._route.num_calls
+        self._route.shard = shard
         yield shard
-        if stage not in self._checked_stages:
-            self._check_routed(stage)
-            self._checked_stages.add(stage)
-
-    def _split(self, batch: Any) -> Shard:
-        context = self.device_mesh["context_parallel"]
-        return shard_batch(batch, context.size(), context.get_local_rank(), self._layout, self._blocks_per_rank)
-
-    def _check_routed(self, stage: str) -> None:
-        if self._num_routed == 0:
+        if first and self._route.num_calls == before:
             raise MisconfigurationException(
                 f"the {stage} step of {type(self.lightning_module).__name__} made no attention call that could be "
                 "routed, so its tokens would not see the rest of their sequence. Call the Hugging Face model with "
                 "the batch's input_ids as they are given, and without a cache"
             )
+        self._checked_stages.add(stage)
+
+    def _release(self) -> None:
+        if self._route is not None:
+            self._route.shard = None
+
+    def _split(self, batch: Any) -> Shard:
+        context = self.device_mesh["context_parallel"]
+        return shard_batch(batch, context.size(), context.get_local_rank(), self._layout, self._blocks_per_rank)
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -233,12 +205,12 @@ class ContextParallelStrategy(DDPStrategy):
         if isinstance(loss, Tensor):
             weight_gradient(loss, shard.num_targets)
             self._window.add(loss, shard.num_targets)
-        return output  # attention stays routed: a recompute in the backward calls it again
+        return output
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        self._shard = None
+        self._release()
 
     @override
     def optimizer_step(
@@ -258,21 +230,21 @@ class ContextParallelStrategy(DDPStrategy):
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._sharded("validation", batch) as shard:
             output = super().validation_step(shard.batch, *args, **kwargs)
-        self._shard = None
+        self._release()
         return output
 
     @override
     def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._sharded("test", batch) as shard:
             output = super().test_step(shard.batch, *args, **kwargs)
-        self._shard = None
+        self._release()
         return output
 
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with self._sharded("predict", batch) as shard:
             output = super().predict_step(shard.batch, *args, **kwargs)
-        self._shard = None
+        self._release()
         return output
 
     # ---- checkpoints and the end
@@ -289,9 +261,9 @@ class ContextParallelStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-        self._shard = None
+        if self._route is not None:
+            self._route.remove()
+            self._route = None
         self._checked_stages.clear()
         super().teardown()
 
