@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from _checkout import ROOT
 from packaging.requirements import Requirement
-from setuptools import find_packages
+from setuptools import find_packages  # type: ignore[import-untyped]
 
 LINKED = ["callbacks", "strategies"]
 
