@@ -1,11 +1,11 @@
-"""Which tokens of a chat are trained: what the assistant says, and the token with which it ends its turn.
+r"""Which tokens of a chat are trained: what the assistant says, and the token with which it ends its turn.
 
 Templates that mark what the assistant says with ``{% generation %}`` say so themselves. Most do not. Then it follows
 from the rendered text, if the template renders a chat turn by turn: the text up to an assistant's turn (with the
 generation prompt), the text up to its end and the whole must each begin with the one before::
 
-    up to the turn        <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
-    up to its end         <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHo<|im_end|>\\n
+    up to the turn        <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
+    up to its end         <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo<|im_end|>\n
     trained                                                                       ^^^^^^^^^^^^
     whole                 … and so on
 

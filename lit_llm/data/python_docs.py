@@ -105,8 +105,8 @@ class PythonDocs:
 
     def __init__(
         self,
-        max_source_lines: int = 40,
-        max_doc_lines: int = 100,
+        max_source_lines: int = 30,
+        max_doc_lines: int = 40,
         holdout: float = 0.1,
         root: str | None = None,
     ) -> None:
@@ -154,9 +154,7 @@ class PythonDocs:
     def _files(self) -> list[Path]:
         root = self._folder()
         files = sorted(
-            path
-            for path in root.rglob("*.py")
-            if not _EXCLUDED.intersection(path.relative_to(root).parts[:-1])
+            path for path in root.rglob("*.py") if not _EXCLUDED.intersection(path.relative_to(root).parts[:-1])
         )
         if not files:
             raise ValueError(

@@ -58,7 +58,9 @@ class Chat(NamedTuple):
     where: str
 
 
-def open_source(source: str | os.PathLike[str] | Sequence[str] | ChatSource | Iterable[Mapping[str, Any]]) -> ChatSource:
+def open_source(
+    source: str | os.PathLike[str] | Sequence[str] | ChatSource | Iterable[Mapping[str, Any]],
+) -> ChatSource:
     """The source behind what a user may write for ``train=`` or ``val=``.
 
     Args:
@@ -82,7 +84,7 @@ def open_source(source: str | os.PathLike[str] | Sequence[str] | ChatSource | It
             f"cannot read chats from a {type(source).__name__}: give a path, a list of paths, a datasets.Dataset, "
             f"an iterable of {_FORMAT}, or an object with records(split) and fingerprint()"
         )
-    rows = list(source)
+    rows: list[Any] = list(source)
     if rows and all(isinstance(row, str | os.PathLike) for row in rows):
         return FileSource(rows)
     return RowSource(rows)
@@ -295,7 +297,7 @@ def _checked_message(message: Any, where: str) -> Message:
         texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(f"{where}: 'content' holds a part that is not text: only texts can be trained on")
-        content = "".join(texts)
+        content = "".join(map(str, texts))
     if not isinstance(content, str):
         raise ValueError(f"{where}: 'content' must be a text, not a {type(content).__name__}")
     return {"role": role, "content": content}

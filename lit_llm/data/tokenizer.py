@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CHAT_TEMPLATE", "load_tokenizer", "train_tokenizer"]
+__all__ = ["CHAT_TEMPLATE", "library_versions", "load_tokenizer", "train_tokenizer"]
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -112,9 +112,9 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Any:
         raise
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for what is not there
         raise ValueError(
-            f"cannot load the tokenizer {str(name_or_path)!r} ({_first_line(error)}): give a folder with tokenizer.json "
-            f"(resolved to {path.absolute()}), a .gguf file, the name of a model on the Hugging Face hub, or leave "
-            "tokenizer out to train one on the data"
+            f"cannot load the tokenizer {str(name_or_path)!r} ({_first_line(error)}): give a folder with "
+            f"tokenizer.json (resolved to {path.absolute()}), a .gguf file, the name of a model on the Hugging Face "
+            "hub, or leave tokenizer out to train one on the data"
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
@@ -122,6 +122,18 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Any:
             "offsets: save its fast version (tokenizer.json) and give that folder"
         )
     return tokenizer
+
+
+def library_versions() -> dict[str, str]:
+    """The versions of the libraries that tokenise.
+
+    Raises:
+        ImportError: if they are not installed.
+    """
+    transformers = _transformers()
+    import tokenizers
+
+    return {"tokenizers": tokenizers.__version__, "transformers": transformers.__version__}
 
 
 def _first_line(error: Exception) -> str:
