@@ -67,11 +67,11 @@ def pretrained_location(name: str) -> tuple[str, dict[str, str]]:
     return str(path) if path.exists() else name, {}
 
 
-def outermost_models(module: nn.Module) -> list[nn.Module]:
+def outermost_models(module: nn.Module) -> list[Any]:
     """The Hugging Face models in ``module`` that are not part of another one (a PEFT wrapper is not one)."""
     from transformers import PreTrainedModel
 
-    found: list[nn.Module] = []
+    found: list[Any] = []
     pending = [module]
     while pending:
         candidate = pending.pop()
@@ -83,7 +83,9 @@ def outermost_models(module: nn.Module) -> list[nn.Module]:
 
 
 def supply_arguments(
-    model: nn.Module, arguments: Callable[[], Mapping[str, Any] | None], generating: Callable[[bool], None] | None = None
+    model: Any,
+    arguments: Callable[[], Mapping[str, Any] | None],
+    generating: Callable[[bool], None] | None = None,
 ) -> Callable[[], None]:
     """Give every call of ``model`` what packed or sharded tokens need, whatever the caller passes.
 
@@ -99,7 +101,6 @@ def supply_arguments(
     Returns:
         A function that undoes it.
     """
-
     names = list(inspect.signature(model.forward).parameters)
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
@@ -141,7 +142,7 @@ _REPLACED = ("attention_mask", "cu_seqlens", "document_ids", "max_seqlen", "posi
 
 
 def route_attention(
-    model: nn.Module,
+    model: Any,
     attend: Callable[[Tensor, Tensor, Tensor, float | None], Tensor],
     is_active: Callable[[int], bool],
 ) -> Callable[[], None]:
@@ -177,8 +178,8 @@ def route_attention(
         if query.shape[2] != key.shape[2] or not is_active(query.shape[2]):
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         _refuse_variants(module, kwargs)
-        out = attend(*(tensor.transpose(1, 2) for tensor in (query, key, value)), kwargs.get("scaling"))
-        return out, None
+        q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return attend(q, k, v, kwargs.get("scaling")), None
 
     def mask(*args: Any, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
         if q_length == kv_length and is_active(int(q_length)):
@@ -260,7 +261,7 @@ class ContextRoute:
         self._generating = generating
 
 
-def _refuse_dropout(model: nn.Module) -> None:
+def _refuse_dropout(model: Any) -> None:
     for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         rate = getattr(model.config, key, 0.0)
         if rate:

@@ -128,7 +128,7 @@ class ContextParallelStrategy(DDPStrategy):
         if data * context != world_size:
             raise MisconfigurationException(
                 f"data_parallel_size={data} times context_parallel_size={context} is not the world size of "
-                f"{world_size} devices: set one of them and leave the other \"auto\""
+                f'{world_size} devices: set one of them and leave the other "auto"'
             )
         return data, context
 
@@ -213,9 +213,7 @@ class ContextParallelStrategy(DDPStrategy):
         self._release()
 
     @override
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         def normalised_closure() -> Any:
             result = closure()
             assert self.lightning_module is not None

@@ -12,10 +12,17 @@ def tiny_llama(**changes):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    settings = dict(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, attn_implementation="sdpa",
-    )  # fmt: skip
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+        "attn_implementation": "sdpa",
+    }
     return LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
 
 
@@ -103,10 +110,16 @@ class Record(Callback):
 def fit(module, batches, **arguments):
     """One epoch over batches, shuffling off; returns the record."""
     record = Record()
-    settings = dict(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, callbacks=[record],
-    )  # fmt: skip
+    settings = {
+        "accelerator": "cpu",
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "callbacks": [record],
+    }
     trainer = Trainer(**{**settings, **arguments})
     trainer.fit(module, DataLoader(Batches(batches), batch_size=1, collate_fn=first))
     return record

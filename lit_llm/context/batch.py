@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lit_llm import segments, targets
@@ -123,7 +122,9 @@ def keep_one_target(shard: Shard) -> Shard:
         return shard
     stand_in = shard.batch["shift_labels"].clone()
     stand_in[0, 0] = shard.batch["input_ids"][0, 0]
-    return Shard({**shard.batch, "shift_labels": stand_in, "labels": stand_in}, shard.plan, shard.rank, shard.num_targets)
+    return Shard(
+        {**shard.batch, "shift_labels": stand_in, "labels": stand_in}, shard.plan, shard.rank, shard.num_targets
+    )
 
 
 def _is_per_token(value: Any, input_ids: Tensor) -> bool:

@@ -108,9 +108,7 @@ def attend_backward(
 
 class _Backend(NamedTuple):
     forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-    backward: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]
-    ]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:

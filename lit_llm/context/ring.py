@@ -19,6 +19,8 @@ from lit_llm.context.plan import ShardPlan, Tile
 
 __all__ = ["ring_attention"]
 
+_Operation = tuple[Any, Tensor, int]  # dist.isend or dist.irecv, the block, the peer (any integer congruent to it)
+
 
 def ring_attention(
     q: Tensor,
@@ -161,7 +163,8 @@ class _Journey:
 
     def pass_on(self, block: Tensor, step: int) -> _Transfer:
         """Send the block of ``step`` to the next rank and receive that of ``step + 1``, as far as they are read."""
-        operations, arriving = [], None
+        operations: list[_Operation] = []
+        arriving = None
         if step < self.plan.last_hop(self.source(step)):
             operations.append((dist.isend, block, self.rank + 1))
         if self.arrives(step + 1):
@@ -176,7 +179,8 @@ class _Journey:
             The gradient so far of the block of ``step + 1`` (nothing if this rank is its first reader), and the sum
             for this rank's own block if it comes home after this step.
         """
-        operations, arriving, returning = [], None, None
+        operations: list[_Operation] = []
+        arriving = returning = None
         if step > 0 and self.arrives(step):
             is_last = step == self.plan.last_hop(self.source(step))
             operations.append((dist.isend, partial, self.source(step) if is_last else self.rank + 1))
@@ -190,7 +194,7 @@ class _Journey:
         home = [works.pop()] if returning is not None else []
         return _Transfer(arriving, works, partial), _Transfer(returning, home)
 
-    def _post(self, operations: list[tuple[Any, Tensor, int]]) -> list[dist.Work]:
+    def _post(self, operations: list[_Operation]) -> list[dist.Work]:
         if not operations:
             return []
         works = dist.batch_isend_irecv(

@@ -1,5 +1,6 @@
 """Does a model compute the same on a sequence split over ranks as on each of its documents alone?"""
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -100,8 +101,8 @@ def context_parallel_parity(
     measured = max(loss_error, errors[worst]) if all(error == error for error in errors.values()) else float("nan")
     if not measured <= threshold:
         evidence["reason"] = (
-            f"the sharded loss is {answers[0][0]:.6g} where documents alone give {loss:.6g}, and the gradient of {worst} "
-            f"is off by {errors[worst]:.2g}. Usual causes: the model shifts the labels itself instead of using "
+            f"the sharded loss is {answers[0][0]:.6g} where documents alone give {loss:.6g}, and the gradient of "
+            f"{worst} is off by {errors[worst]:.2g}. Usual causes: the model shifts the labels itself instead of using "
             "shift_labels, ignores position_ids, or mixes tokens outside its attention"
         )
     return _verdict(measured, threshold, evidence, started)
@@ -150,7 +151,7 @@ def _loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is not None:
         return loss
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    logits = output["logits"] if isinstance(output, Mapping) else getattr(output, "logits", output)
     return causal_lm_loss(logits, batch)
 
 
@@ -158,7 +159,7 @@ def _one_by_one(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[float, d
     """Loss and gradients of the token mean, every document by itself."""
     total, num_targets = 0.0, int(targets.token_count(batch))
     boundaries = batch["cu_seqlens"].tolist()
-    for start, stop in zip(boundaries[:-1], boundaries[1:], strict=True):
+    for start, stop in itertools.pairwise(boundaries):
         document = {key: batch[key][:, start:stop] for key in ("input_ids", "labels")}
         count = int(targets.token_count(document))
         if count == 0:

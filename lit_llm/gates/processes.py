@@ -2,7 +2,6 @@
 
 import faulthandler
 import os
-import socket
 import tempfile
 import time
 import traceback
@@ -38,7 +37,8 @@ def run_ranks(
         world_size: how many processes.
         *arguments: picklable, passed to each.
         timeout: seconds until all processes are killed and :class:`RanksFailed` is raised.
-        start_method: "spawn" or "fork".
+        start_method: "spawn" or "fork". A fork is much faster, but would inherit a process group or a CUDA context
+            that only its parent can use: where there is one, processes are spawned all the same.
 
     Returns:
         The answers, by rank.
@@ -49,11 +49,12 @@ def run_ranks(
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
-    context = mp.get_context(start_method)
+    inherits = (dist.is_available() and dist.is_initialized()) or torch.cuda.is_initialized()
+    context: Any = mp.get_context("spawn" if inherits else start_method)
     with tempfile.TemporaryDirectory(prefix="lit-llm-ranks-") as folder:
-        port, deadline = _free_port(), time.time() + timeout
+        deadline = time.time() + timeout
         processes = [
-            context.Process(target=_rank_main, args=(rank, world_size, port, folder, deadline, function, arguments))
+            context.Process(target=_rank_main, args=(rank, world_size, folder, deadline, function, arguments))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -80,21 +81,25 @@ def _join(processes: list[Any], timeout: float) -> None:
 def _rank_main(
     rank: int,
     world_size: int,
-    port: int,
     folder: str,
     deadline: float,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)  # a forked child of a parent that has used several threads hangs otherwise
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank)
-    )
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     hung = (Path(folder) / f"hung-{rank}").open("w")
     remaining = max(1.0, deadline - time.time())
     faulthandler.dump_traceback_later(remaining - 0.5, file=hung)
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=remaining))
+        # ranks meet in a file: a free port could be taken by somebody else before they use it
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=remaining),
+        )
         torch.save(function(rank, *arguments), Path(folder) / f"answer-{rank}")
         dist.barrier()
         dist.destroy_process_group()
@@ -113,9 +118,3 @@ def _collect(folder: str, world_size: int, exit_codes: list[int | None]) -> list
         found = "".join(file.read_text() for file in files if file.exists())
         lines.append(found or "  no answer: killed while it waited for the others\n")
     raise RanksFailed("\n".join(lines))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -109,9 +109,7 @@ def weight_gradient(loss: Tensor, num_targets: Tensor) -> None:
         loss.register_hook(lambda grad: grad * weight.to(grad.dtype))
 
 
-def rescale_gradients(
-    parameters: Iterable[Tensor], total: WindowTotal, num_micro_batches: int, num_ranks: int
-) -> None:
+def rescale_gradients(parameters: Iterable[Tensor], total: WindowTotal, num_micro_batches: int, num_ranks: int) -> None:
     """Turn the sum left by :func:`weight_gradient` into the gradient of the window's token mean, in place.
 
     Args:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
@@ -80,9 +80,9 @@ class CausalLMModule(LightningModule):
             )
         self.save_hyperparameters()
         self.source, self.lora, self.weight_dtype = model, lora, getattr(torch, dtype)
-        self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, tuple(betas)
+        self.learning_rate, self.weight_decay, self.betas = learning_rate, weight_decay, (betas[0], betas[1])
         self.warmup_steps, self.schedule, self.min_learning_rate_ratio = warmup_steps, schedule, min_learning_rate_ratio
-        self.model: nn.Module | None = None
+        self.model: Any = None
         self.val_loss = MeanMetric()
         self._window = LossWindow()
         self._steps: deque[tuple[float, int]] = deque(maxlen=20)  # (seconds, tokens so far) of recent batches
@@ -94,7 +94,7 @@ class CausalLMModule(LightningModule):
         if self.model is None:
             self.build_model(self._tokenizer_vocab_size())
 
-    def build_model(self, vocab_size: int | None = None) -> nn.Module:
+    def build_model(self, vocab_size: int | None = None) -> Any:
         """Build the model if it does not exist yet, and return it.
 
         Args:
@@ -108,9 +108,7 @@ class CausalLMModule(LightningModule):
         try:
             from transformers import AutoConfig, AutoModelForCausalLM
         except ImportError as error:
-            raise MisconfigurationException(
-                "CausalLMModule needs transformers: pip install 'lit-llm[hf]'"
-            ) from error
+            raise MisconfigurationException("CausalLMModule needs transformers: pip install 'lit-llm[hf]'") from error
         if isinstance(self.source, dict):
             settings = dict(self.source)
             if settings.setdefault("vocab_size", vocab_size) is None:
@@ -140,7 +138,7 @@ class CausalLMModule(LightningModule):
         self.model = model if self.lora is None else self._with_adapters(model)
         return self.model
 
-    def _with_adapters(self, model: nn.Module) -> nn.Module:
+    def _with_adapters(self, model: Any) -> Any:
         try:
             from peft import LoraConfig, get_peft_model
         except ImportError as error:
@@ -154,7 +152,6 @@ class CausalLMModule(LightningModule):
     @override
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """Logits ``[batch, seq, vocab]`` of a batch with ``input_ids`` and, if packed, ``position_ids``."""
-        assert self.model is not None
         # without use_cache=False transformers would ignore the document boundaries in position_ids
         extra = {key: batch[key] for key in ("position_ids", "attention_mask") if batch.get(key) is not None}
         return self.model(input_ids=batch["input_ids"], use_cache=False, **extra).logits
@@ -228,9 +225,7 @@ class CausalLMModule(LightningModule):
         groups = [group for group in groups if group["params"]]
         optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas)
         total = self.trainer.estimated_stepping_batches
-        factor = learning_rate_factor(
-            total, self.warmup_steps, self.schedule, self.min_learning_rate_ratio
-        )
+        factor = learning_rate_factor(total, self.warmup_steps, self.schedule, self.min_learning_rate_ratio)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 1}}
 
@@ -238,7 +233,6 @@ class CausalLMModule(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        assert self.model is not None
         config = self.model.config.to_dict()
         checkpoint[_CHECKPOINT_KEY] = {key: config[key] for key in _SHAPING if config.get(key) is not None}
 
@@ -247,7 +241,6 @@ class CausalLMModule(LightningModule):
         saved = checkpoint.get(_CHECKPOINT_KEY)
         if self.model is None:
             self.build_model(saved.get("vocab_size") if saved else None)
-        assert self.model is not None
         config = self.model.config.to_dict()
         differences = [
             f"{key} {value} there and {config.get(key)} here"
@@ -276,7 +269,6 @@ class CausalLMModule(LightningModule):
         Returns:
             The text of the answer, without special tokens.
         """
-        assert self.model is not None
         prompt = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         ).to(self.device)

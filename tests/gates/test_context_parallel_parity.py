@@ -1,17 +1,12 @@
 """The gate passes clean models, and fails each planted defect with the reason."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from tiny import packed_batch, tiny_llama
 from torch import nn
 
 from lit_llm.context import plan as plan_module
 from lit_llm.gates import context_parallel_parity
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
-from tiny import packed_batch, tiny_llama
 
 ODD = [37, 1, 20, 5, 64, 3]
 

@@ -1,18 +1,13 @@
 """The strategy in a real Trainer on real processes, against every document by itself in one float64 process."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from tiny import PlainModule, fit, packed_batch, reference_step, tiny_llama
 
 import lit_llm  # noqa: F401  (registers the strategies)
 from lit_llm.gates.processes import RanksFailed, run_ranks
 from lit_llm.strategies import ContextParallelStrategy
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny import PlainModule, fit, packed_batch, reference_step, tiny_llama
 
 ODD = [37, 1, 20, 5, 64, 3]
 
@@ -51,7 +46,8 @@ class External(LightningEnvironment):
 def check(world_size, batches, call="batch", model_changes=None, trainer_arguments=None, **strategy_arguments):
     changes = model_changes or {}
     loss, grads = reference_step(tiny_llama(**changes), batches)
-    answers = run_ranks(worker, world_size, batches, call, changes, trainer_arguments or {}, strategy_arguments)
+    arguments = (batches, call, changes, trainer_arguments or {}, strategy_arguments)
+    answers = run_ranks(worker, world_size, *arguments, start_method="fork")
     for got_loss, got_targets, got_grads, shape in answers:
         assert abs(got_loss - loss) < 1e-6
         assert got_targets == sum(int((batch["labels"] != -100).sum()) for batch in batches)
@@ -88,7 +84,7 @@ def test_a_rank_without_targets_adds_nothing():
 def test_gradient_checkpointing_and_tied_embeddings():
     check(2, [packed_batch(ODD)], "batch", {"tie_word_embeddings": True})
     loss, grads = reference_step(tiny_llama(), [packed_batch(ODD)])
-    for got_loss, got_grads in run_ranks(checkpointing_worker, 2):
+    for got_loss, got_grads in run_ranks(checkpointing_worker, 2, start_method="fork"):
         assert abs(got_loss - loss) < 1e-6
         assert all((got_grads[name].double() - grad).norm() / grad.norm() < 1e-5 for name, grad in grads.items())
 
@@ -126,7 +122,7 @@ def test_right_padded_rows():
         for row, length in enumerate((30, 17, 5))
     ]
     loss, grads = reference_step(tiny_llama(), rows)
-    for got_loss, _, got_grads, _ in run_ranks(worker, 2, [padded], "batch", {}, {}, {}):
+    for got_loss, _, got_grads, _ in run_ranks(worker, 2, [padded], "batch", {}, {}, {}, start_method="fork"):
         assert abs(got_loss - loss) < 1e-6
         assert all((got_grads[name].double() - grad).norm() / grad.norm() < 1e-5 for name, grad in grads.items())
 
@@ -136,7 +132,7 @@ def test_right_padded_rows():
 
 def refused(world_size, *arguments, contains):
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(worker, world_size, *arguments, timeout=60)
+        run_ranks(worker, world_size, *arguments, timeout=60, start_method="fork")
     text = str(failure.value)
     for rank, part in enumerate(text.split("rank ")[1:]):
         if part.startswith(f"{rank} (exit code"):
@@ -165,7 +161,9 @@ def foreign_worker(rank, kind):
         module = PlainModule(torch.nn.Linear(3, 3))
     else:
         module = PlainModule(tiny_llama())
-        module.training_step = lambda batch, _: module.model(batch["input_ids"][:, :3], labels=batch["labels"][:, :3]).loss
+        module.training_step = lambda batch, batch_idx: (
+            module.model(batch["input_ids"][:, :3], labels=batch["labels"][:, :3]).loss
+        )
         if kind == "by hand":
             module.automatic_optimization = False
     fit(module, [packed_batch(ODD)], strategy=strategy, devices=2)
@@ -181,7 +179,7 @@ def foreign_worker(rank, kind):
 )
 def test_modules_that_cannot_be_routed(kind, contains):
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(foreign_worker, 2, kind, timeout=60)
+        run_ranks(foreign_worker, 2, kind, timeout=60, start_method="fork")
     assert str(failure.value).count(contains) >= 2
 
 
