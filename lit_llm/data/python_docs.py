@@ -18,11 +18,13 @@ import sys
 import sysconfig
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
+
+from lit_llm.data.sources import Message, Split
 
 __all__ = ["PythonDocs"]
 
@@ -68,7 +70,6 @@ _QUESTIONS = {
 }
 
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-Message = dict[str, str]
 
 
 class _Object(NamedTuple):
@@ -121,7 +122,7 @@ class PythonDocs:
         self.holdout = holdout
         self.root = root
 
-    def records(self, split: Literal["train", "val"]) -> Iterator[dict[str, list[Message]]]:
+    def records(self, split: Split) -> Iterator[Mapping[str, Any]]:
         """``{"messages": [user, assistant]}`` of every object of the split, ordered by file and line.
 
         Raises:

@@ -27,6 +27,9 @@ _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 class ChatSource(Protocol):
     """Anything that yields chats; :class:`~lit_llm.data.PythonDocs` is one.
 
+    A source that is to be named in a configuration file (``class_path``) has to annotate its methods as they are here,
+    for that is how the parser knows it.
+
     Example:
         >>> class Greetings:
         ...     def records(self, split):
