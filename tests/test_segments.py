@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_llm import segments
@@ -10,6 +10,7 @@ from lit_llm import segments
 LENGTHS = st.lists(st.integers(1, 6), min_size=1, max_size=8)
 
 
+@settings(deadline=None)  # a busy machine is no defect
 @given(LENGTHS)
 def test_conversions_match_a_loop_over_documents(lengths: list[int]) -> None:
     boundaries = [0]
@@ -32,6 +33,7 @@ def test_conversions_match_a_loop_over_documents(lengths: list[int]) -> None:
     segments.check_cu_seqlens(cu_seqlens, sum(lengths))
 
 
+@settings(deadline=None)  # a busy machine is no defect
 @given(LENGTHS)
 def test_positions_that_start_at_zero_give_back_every_boundary_also_of_one_token_documents(lengths: list[int]) -> None:
     cu_seqlens = segments.cu_seqlens_from_lengths(lengths)
@@ -40,6 +42,7 @@ def test_positions_that_start_at_zero_give_back_every_boundary_also_of_one_token
     assert torch.equal(inferred, cu_seqlens)
 
 
+@settings(deadline=None)  # a busy machine is no defect
 @given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), min_size=1, max_size=4))
 def test_boundaries_of_arbitrary_positions_match_a_loop_over_rows(rows: list[list[int]]) -> None:
     expected = []
@@ -57,6 +60,7 @@ def test_a_row_starts_a_document_even_where_positions_go_on() -> None:
     assert segments.cu_seqlens_from_position_ids(rows).tolist() == [0, 3, 6]
 
 
+@settings(deadline=None)  # a busy machine is no defect
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6))
 def test_a_padded_batch_has_a_document_and_a_padding_document_in_each_row(tokens_per_row: list[int]) -> None:
     expected = [0]
