@@ -46,7 +46,7 @@ test-slow: $(DEV)  ## run the tests that take minutes
 lint: $(DEV)  ## check style, types, and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy $(addprefix --package ,$(patsubst %/__init__.py,%,$(wildcard lit_llm/__init__.py benchmarks/__init__.py)))
 	$(BIN)/lint-imports
 
 format: $(DEV)  ## rewrite the code in the house style
