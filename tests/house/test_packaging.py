@@ -6,9 +6,11 @@ package at its top fails here and nowhere else.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +62,9 @@ class Installed:
 
 
 @pytest.fixture(scope="module", params=["*.whl", "*.tar.gz"], ids=["wheel", "sdist"])
-def installed(request: pytest.FixtureRequest, built: Built, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def installed(
+    request: pytest.FixtureRequest, built: Built, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Installed]:
     (distribution,) = built.distributions.glob(request.param)
     home = tmp_path_factory.mktemp("environment")
     venv.create(home, with_pip=True)
@@ -68,7 +72,8 @@ def installed(request: pytest.FixtureRequest, built: Built, tmp_path_factory: py
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     pip = (commands / "python", "-m", "pip", "--disable-pip-version-check", "--quiet")
     run(*pip, "install", "--constraint", ROOT / "constraints.txt", distribution, cwd=elsewhere)
-    return Installed(commands, elsewhere, json.loads(run(commands / "python", "-I", SURVEY, cwd=elsewhere)))
+    yield Installed(commands, elsewhere, json.loads(run(commands / "python", "-I", SURVEY, cwd=elsewhere)))
+    shutil.rmtree(home)  # a gigabyte, and pytest keeps the folders of three runs
 
 
 def test_only_lit_llm_reaches_site_packages(installed: Installed) -> None:
