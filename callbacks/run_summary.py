@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
@@ -69,10 +69,10 @@ class RunSummary(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # log_dir is a broadcast: every rank has to ask
         if not trainer.is_global_zero:
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        folder = Path(trainer.log_dir or trainer.default_root_dir)
         summary = {
             "steps": trainer.global_step,
             "loss": _value(trainer, self.monitor),
@@ -86,7 +86,8 @@ class RunSummary(Callback):
         curve = draw_loss_curve(folder)
         atomic_write(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         console = Console(soft_wrap=True)
-        console.print(_table(summary, curve))
+        console.print(_table(summary))
+        _print_facts(console, summary, curve)
         if self.max_new_tokens and hasattr(pl_module, "generate") and hasattr(data, "example"):
             _print_answer(console, pl_module, data, self.max_new_tokens)
 
@@ -127,21 +128,25 @@ def draw_loss_curve(folder: Path) -> Path | None:
     return folder / "loss.png"
 
 
-def _table(summary: dict[str, Any], curve: Path | None) -> Table:
+def _table(summary: dict[str, Any]) -> Table:
     table = Table("", "held-out loss", "perplexity", title=f"after {summary['steps']} steps")
     for label, key in (("trained model", "loss"), ("untrained model", "untrained_loss"), ("unigram", "unigram_loss")):
         if summary[key] is not None:
             loss = torch.tensor(summary[key])
             table.add_row(label, f"{loss:.3f}", f"{loss.exp():.1f}")
-    table.add_section()
-    if summary["tokens_per_second"] is not None:
-        table.add_row("tokens/s", f"{summary['tokens_per_second']:,.0f}", "")
-    table.add_row("files", summary["folder"], "")
-    if curve is not None:
-        table.add_row("loss curve", str(curve), "")
-    if summary["checkpoint"] is not None:
-        table.add_row("checkpoint", summary["checkpoint"], "")
     return table
+
+
+def _print_facts(console: Console, summary: dict[str, Any], curve: Path | None) -> None:
+    facts = {
+        "tokens/s": f"{summary['tokens_per_second']:,.0f}" if summary["tokens_per_second"] else None,
+        "files": summary["folder"],
+        "loss curve": curve,
+        "checkpoint": summary["checkpoint"],
+    }
+    for name, fact in facts.items():
+        if fact is not None:
+            console.print(f"{name + ':':12} {fact}", markup=False, highlight=False)
 
 
 def _print_answer(console: Console, pl_module: Any, data: Any, max_new_tokens: int) -> None:
@@ -151,7 +156,6 @@ def _print_answer(console: Console, pl_module: Any, data: Any, max_new_tokens: i
     console.print(question[-1]["content"], markup=False, highlight=False)
     console.print("\n[bold]the model's answer[/bold]")
     console.print(answer.strip() or "(empty)", markup=False, highlight=False)
-    rank_zero_info("")
 
 
 def _value(trainer: Trainer, name: str) -> float | None:

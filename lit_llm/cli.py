@@ -3,12 +3,15 @@
 ``fit``, ``validate``, ``test`` and ``predict`` are those of LightningCLI; ``check`` runs every gate.
 """
 
+import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import DefaultHelpFormatter
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningCLI
 from lightning.pytorch.loggers import CSVLogger
@@ -34,6 +37,10 @@ Errors are a sentence; --trace before the subcommand shows where they come from.
 _FINISHED = "finished"  # in the run's folder once fit has come to its end
 
 
+class _HelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the description."""
+
+
 class LitLLMCLI(LightningCLI):
     """LightningCLI over any LightningModule and data module, that never loses an earlier run.
 
@@ -50,7 +57,7 @@ class LitLLMCLI(LightningCLI):
             subclass_mode_model=True,
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"description": _DESCRIPTION, "prog": "lit-llm"},
+            parser_kwargs={"description": _DESCRIPTION, "prog": "lit-llm", "formatter_class": _HelpFormatter},
             args=args,
         )
 
@@ -186,13 +193,15 @@ def first_batch(cli: LitLLMCLI) -> tuple[Any, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point; exits with status 1 and one sentence for an error that the user can mend."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    trace = "--trace" in arguments[:1]
-    arguments = arguments[1:] if trace else arguments
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    trace = given[:1] == ["--trace"]
+    given = given[1:] if trace else given
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=DeprecationWarning)
     try:
-        if arguments[:1] == ["check"]:
-            sys.exit(check(arguments[1:]))
-        LitLLMCLI(arguments)
+        if given[:1] == ["check"]:
+            sys.exit(check(given[1:]))
+        LitLLMCLI(None if arguments is None and not trace else given)
     except (ValueError, MisconfigurationException) as error:
         if trace:
             raise

@@ -46,7 +46,7 @@ def pretrained_location(name: str) -> tuple[str, dict[str, str]]:
         >>> pretrained_location("HuggingFaceTB/SmolLM2-135M")
         ('HuggingFaceTB/SmolLM2-135M', {})
     """
-    path = Path(name)
+    path = Path(name).expanduser()
     if name.startswith("package:"):
         package, _, inside = name.removeprefix("package:").partition("/")
         spec = importlib.util.find_spec(package)

@@ -1,5 +1,6 @@
 """Context parallelism as a Lightning strategy: one batch, its sequence over several devices."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
@@ -101,7 +102,10 @@ class ContextParallelStrategy(DDPStrategy):
     @override
     def setup_environment(self) -> None:
         if self._start_method == "fork" and self.root_device.type == "cpu":
-            torch.set_num_threads(1)  # the parent's thread pool does not exist in a forked child: using it hangs
+            # a forked child has its parent's objects but not its threads: using the parent's thread pool hangs, and so
+            # does collecting a process group that the parent has left behind
+            gc.freeze()
+            torch.set_num_threads(1)
         sizes = self._resolve_sizes()
         super().setup_environment()
         self._device_mesh = init_device_mesh(

@@ -44,6 +44,7 @@ def check_batch(batch: Any) -> None:
         ValueError: with what is wrong and what is expected.
 
     Example:
+        >>> import torch
         >>> check_batch({"input_ids": torch.zeros(2, 8, dtype=torch.long)})
     """
     if not isinstance(batch, Mapping):
@@ -90,6 +91,7 @@ def shard_batch(
         ValueError: for a batch that cannot be split (see :func:`check_batch`), or with fewer tokens than ranks.
 
     Example:
+        >>> import torch
         >>> batch = {"input_ids": torch.arange(6)[None], "labels": torch.arange(6)[None]}
         >>> [shard_batch(batch, 2, rank, "contiguous").batch["shift_labels"].tolist() for rank in (0, 1)]
         [[[1, 2, 3]], [[4, 5, -100]]]

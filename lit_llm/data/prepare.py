@@ -111,11 +111,11 @@ def split_chats(train: ChatSource, val: ChatSource | None, val_fraction: float) 
     """
     trained = list(read_chats(train, "train"))
     if not trained:
-        raise ValueError("the training data holds no chats: check that train= names the right files")
+        raise ValueError(f"the training data holds no chats ({train}): check that train= names the right files")
     if val is not None:
         held_out = list(read_chats(val, "val")) or list(read_chats(val, "train"))
         if not held_out:
-            raise ValueError("the validation data holds no chats: check val=, or leave it out to split train=")
+            raise ValueError(f"the validation data holds no chats ({val}): check val=, or leave it out to split train=")
         return trained, held_out
     held_out = list(read_chats(train, "val"))
     if held_out or val_fraction == 0:

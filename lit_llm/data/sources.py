@@ -121,6 +121,9 @@ class FileSource:
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
         self.files = [file for path in paths for file in _resolved(path)]
 
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.files))
+
     def records(self, split: Split) -> Iterator[Mapping[str, Any]]:
         """See :class:`ChatSource`."""
         return (record for _, record in self.located(split))
@@ -147,6 +150,9 @@ class RowSource:
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
         self.rows = rows
+
+    def __str__(self) -> str:
+        return f"{len(self.rows)} rows in memory"
 
     def records(self, split: Split) -> Iterator[Mapping[str, Any]]:
         """See :class:`ChatSource`."""

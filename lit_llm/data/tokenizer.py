@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lit_llm.huggingface import pretrained_location
+
 __all__ = ["CHAT_TEMPLATE", "library_versions", "load_tokenizer", "train_tokenizer"]
 
 CHAT_TEMPLATE = (
@@ -83,10 +85,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Any:
 
 
 def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Any:
-    """A pretrained tokenizer from a folder, a ``.gguf`` file, or a name on the Hugging Face hub.
+    """A pretrained tokenizer, from wherever :func:`lit_llm.huggingface.pretrained_location` finds models.
 
     Args:
-        name_or_path: for example ``runs/tokenizer``, ``models/smollm2.gguf`` or ``HuggingFaceTB/SmolLM2-135M``.
+        name_or_path: for example ``runs/tokenizer``, ``models/smollm2.gguf``, ``package:NAME/FILE.gguf`` or
+            ``HuggingFaceTB/SmolLM2-135M``.
 
     Raises:
         ValueError: if there is no such tokenizer, or it is not a fast one (masks need its character offsets).
@@ -100,20 +103,15 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Any:
         '<|end|>'
     """
     transformers = _transformers()
-    path = Path(name_or_path).expanduser()
+    location, arguments = pretrained_location(os.fspath(name_or_path))
     try:
-        if path.suffix == ".gguf":
-            if not path.is_file():
-                raise ValueError("there is no such file")
-            tokenizer = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-        else:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(str(path) if path.exists() else str(name_or_path))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(location, **arguments)
     except ImportError:
         raise
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for what is not there
         raise ValueError(
             f"cannot load the tokenizer {str(name_or_path)!r} ({_first_line(error)}): give a folder with "
-            f"tokenizer.json (resolved to {path.absolute()}), a .gguf file, the name of a model on the Hugging Face "
+            f"tokenizer.json (resolved to {Path(name_or_path).expanduser().absolute()}), a .gguf file, the name of a model on the Hugging Face "
             "hub, or leave tokenizer out to train one on the data"
         ) from error
     if not getattr(tokenizer, "is_fast", False):

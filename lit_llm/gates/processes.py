@@ -1,6 +1,7 @@
 """Run a function on several gloo ranks of this machine and get every rank's answer, or every rank's traceback."""
 
 import faulthandler
+import gc
 import os
 import tempfile
 import time
@@ -86,7 +87,10 @@ def _rank_main(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    torch.set_num_threads(1)  # a forked child of a parent that has used several threads hangs otherwise
+    # A forked child has its parent's objects but not its threads: computing with the parent's thread pool hangs, and so
+    # does collecting a process group that the parent has left behind, whose end waits for its threads.
+    gc.freeze()
+    torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     hung = (Path(folder) / f"hung-{rank}").open("w")
     remaining = max(1.0, deadline - time.time())

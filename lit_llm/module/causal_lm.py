@@ -171,9 +171,13 @@ class CausalLMModule(LightningModule):
             total = self.trainer.strategy.last_window
         else:
             total = self._window.close(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
-        rate = optimizer.param_groups[0]["lr"]
-        self.log("train/loss", total.mean_loss.float(), prog_bar=True)
-        self.log("train/learning_rate", rate, prog_bar=True)
+        self._log_training("train/loss", "loss", total.mean_loss.float())
+        self._log_training("train/learning_rate", "lr", optimizer.param_groups[0]["lr"])
+
+    def _log_training(self, name: str, short: str, value: Any) -> None:
+        """To the loggers under its full name, to the progress bar, where room is scarce, under a short one."""
+        self.log(name, value)
+        self.log(short, value, prog_bar=True, logger=False)
 
     @override
     def on_train_start(self) -> None:
@@ -186,7 +190,7 @@ class CausalLMModule(LightningModule):
         replicas = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
         self._steps.append((time.perf_counter(), self._steps[-1][1] + batch["input_ids"].numel() * replicas))
         (start, before), (stop, after) = self._steps[0], self._steps[-1]
-        self.log("train/tokens_per_second", (after - before) / max(stop - start, 1e-9), prog_bar=True)
+        self._log_training("train/tokens_per_second", "tokens/s", (after - before) / max(stop - start, 1e-9))
 
     @override
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -210,8 +214,9 @@ class CausalLMModule(LightningModule):
     def _log_evaluation(self, stage: str) -> None:
         loss = self.val_loss.compute()  # over all ranks: a sum of losses and a count, never a mean of means
         self.val_loss.reset()
-        self.log(f"{stage}/loss", loss, prog_bar=True)
-        self.log(f"{stage}/perplexity", loss.exp())
+        # equal on all ranks already; sync_dist only spares a warning
+        self.log(f"{stage}/loss", loss, prog_bar=True, sync_dist=True)
+        self.log(f"{stage}/perplexity", loss.exp(), sync_dist=True)
 
     # ---- optimisation
 

@@ -34,7 +34,7 @@ def test_the_same_texts_give_the_same_tokenizer_and_it_survives_saving(tmp_path:
 def test_errors_name_the_value_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"at least 261 .* got 100"):
         train_tokenizer(TEXTS, 100)
-    with pytest.raises(ValueError, match=rf"{tmp_path}/no.*\.gguf.*no such file.*leave tokenizer out"):
+    with pytest.raises(ValueError, match=rf"the model file '{tmp_path}/no\.gguf' does not exist"):
         load_tokenizer(tmp_path / "no.gguf")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=f"cannot load the tokenizer '{tmp_path}/empty'.*tokenizer.json"):

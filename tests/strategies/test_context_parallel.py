@@ -122,7 +122,9 @@ def test_right_padded_rows():
         for row, length in enumerate((30, 17, 5))
     ]
     loss, grads = reference_step(tiny_llama(), rows)
-    for got_loss, _, got_grads, _ in run_ranks(worker, 2, [padded], "batch", {}, {}, {}, start_method="fork"):
+    for got_loss, _, got_grads, _ in run_ranks(
+        worker, 2, [padded], "batch", {}, {}, {}, timeout=20, start_method="fork"
+    ):
         assert abs(got_loss - loss) < 1e-6
         assert all((got_grads[name].double() - grad).norm() / grad.norm() < 1e-5 for name, grad in grads.items())
 
