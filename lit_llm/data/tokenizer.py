@@ -111,8 +111,8 @@ def load_tokenizer(name_or_path: str | os.PathLike[str]) -> Any:
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for what is not there
         raise ValueError(
             f"cannot load the tokenizer {str(name_or_path)!r} ({_first_line(error)}): give a folder with "
-            f"tokenizer.json (resolved to {Path(name_or_path).expanduser().absolute()}), a .gguf file, the name of a model on the Hugging Face "
-            "hub, or leave tokenizer out to train one on the data"
+            f"tokenizer.json (resolved to {Path(name_or_path).expanduser().absolute()}), a .gguf file, the name of a "
+            "model on the Hugging Face hub, or leave tokenizer out to train one on the data"
         ) from error
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
