@@ -59,8 +59,9 @@ bench: $(DEV)  ## measure everything that can be measured on this machine: one J
 notebooks: $(DEV)  ## execute every notebook in a kernel of its own
 	exec $(BIN)/python -m pytest tests/house/test_notebooks.py $(ARGS)
 
-gpu: $(DEV)  ## run the tests that need a CUDA device
-	exec $(BIN)/python -m pytest -m gpu $(ARGS)
+gpu: $(DEV)  ## run the tests and benchmarks that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+	exec $(BIN)/python -m benchmarks attention_gpu
 
 install: $(TRAIN)  ## only make the environment of `make train`
 

@@ -1,6 +1,7 @@
 """A tiny Llama, packed data, and the reference: every document by itself, in one process, in float64."""
 
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -123,3 +124,26 @@ def fit(module, batches, **arguments):
     trainer = Trainer(**{**settings, **arguments})
     trainer.fit(module, DataLoader(Batches(batches), batch_size=1, collate_fn=first))
     return record
+
+
+class External(LightningEnvironment):
+    """The processes exist already."""
+
+    @property
+    def creates_processes_externally(self):
+        return True
+
+    def world_size(self):
+        return torch.distributed.get_world_size()
+
+    def set_world_size(self, size):
+        pass
+
+    def global_rank(self):
+        return torch.distributed.get_rank()
+
+    def set_global_rank(self, rank):
+        pass
+
+    def local_rank(self):
+        return torch.distributed.get_rank()

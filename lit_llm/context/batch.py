@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lit_llm import segments, targets
@@ -44,7 +45,6 @@ def check_batch(batch: Any) -> None:
         ValueError: with what is wrong and what is expected.
 
     Example:
-        >>> import torch
         >>> check_batch({"input_ids": torch.zeros(2, 8, dtype=torch.long)})
     """
     if not isinstance(batch, Mapping):
@@ -91,7 +91,6 @@ def shard_batch(
         ValueError: for a batch that cannot be split (see :func:`check_batch`), or with fewer tokens than ranks.
 
     Example:
-        >>> import torch
         >>> batch = {"input_ids": torch.arange(6)[None], "labels": torch.arange(6)[None]}
         >>> [shard_batch(batch, 2, rank, "contiguous").batch["shift_labels"].tolist() for rank in (0, 1)]
         [[[1, 2, 3]], [[4, 5, -100]]]
@@ -118,15 +117,13 @@ def keep_one_target(shard: Shard) -> Shard:
     """A shard whose mean loss is finite: if it has no valid target, its first token gets one.
 
     A mean over no targets is 0 / 0, and a gradient weight of zero does not make NaN zero. The caller weights the
-    loss by the true ``num_targets``, so the stand-in adds exactly nothing.
+    loss by the true ``num_targets``, so the stand-in adds exactly nothing. Decided on the device, without a wait.
     """
-    if shard.num_targets is None or int(shard.num_targets) > 0:
+    if shard.num_targets is None:
         return shard
-    stand_in = shard.batch["shift_labels"].clone()
-    stand_in[0, 0] = shard.batch["input_ids"][0, 0]
-    return Shard(
-        {**shard.batch, "shift_labels": stand_in, "labels": stand_in}, shard.plan, shard.rank, shard.num_targets
-    )
+    shift_labels = shard.batch["shift_labels"].clone()
+    shift_labels[0, 0] = torch.where(shard.num_targets > 0, shift_labels[0, 0], shard.batch["input_ids"][0, 0])
+    return Shard({**shard.batch, "shift_labels": shift_labels}, shard.plan, shard.rank, shard.num_targets)
 
 
 def _is_per_token(value: Any, input_ids: Tensor) -> bool:

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
-from tiny import PlainModule, fit, packed_batch, reference_step, tiny_llama
+from tiny import External, PlainModule, fit, packed_batch, reference_step, tiny_llama
 
 import lit_llm  # noqa: F401  (registers the strategies)
 from lit_llm.gates.processes import RanksFailed, run_ranks
@@ -18,29 +17,6 @@ def worker(rank, batches, call, model_changes, trainer_arguments, strategy_argum
     world_size = torch.distributed.get_world_size()
     record = fit(module, batches, strategy=strategy, devices=world_size, **trainer_arguments)
     return record.loss, record.targets, record.grads, record.batch_shape
-
-
-class External(LightningEnvironment):
-    """The processes exist already."""
-
-    @property
-    def creates_processes_externally(self):
-        return True
-
-    def world_size(self):
-        return torch.distributed.get_world_size()
-
-    def set_world_size(self, size):
-        pass
-
-    def global_rank(self):
-        return torch.distributed.get_rank()
-
-    def set_global_rank(self, rank):
-        pass
-
-    def local_rank(self):
-        return torch.distributed.get_rank()
 
 
 def check(world_size, batches, call="batch", model_changes=None, trainer_arguments=None, **strategy_arguments):
@@ -122,9 +98,7 @@ def test_right_padded_rows():
         for row, length in enumerate((30, 17, 5))
     ]
     loss, grads = reference_step(tiny_llama(), rows)
-    for got_loss, _, got_grads, _ in run_ranks(
-        worker, 2, [padded], "batch", {}, {}, {}, timeout=20, start_method="fork"
-    ):
+    for got_loss, _, got_grads, _ in run_ranks(worker, 2, [padded], "batch", {}, {}, {}, start_method="fork"):
         assert abs(got_loss - loss) < 1e-6
         assert all((got_grads[name].double() - grad).norm() / grad.norm() < 1e-5 for name, grad in grads.items())
 
