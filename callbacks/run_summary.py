@@ -83,7 +83,7 @@ class RunSummary(Callback):
             "folder": str(folder),
             "checkpoint": getattr(trainer.checkpoint_callback, "last_model_path", None) or None,
         }
-        curve = draw_loss_curve(folder)
+        curve = draw_loss_curve(folder, summary["unigram_loss"])
         atomic_write(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         console = Console(soft_wrap=True)
         console.print(_table(summary))
@@ -106,8 +106,13 @@ def read_metrics(folder: Path, name: str) -> list[tuple[int, float]]:
     return sorted(points.items())
 
 
-def draw_loss_curve(folder: Path) -> Path | None:
-    """Draw the training and held-out loss of a run as ``loss.png``; None without matplotlib or metrics."""
+def draw_loss_curve(folder: Path, unigram_loss: float | None = None) -> Path | None:
+    """Draw the training and held-out loss of a run as ``loss.png``; None without matplotlib or metrics.
+
+    Args:
+        folder: of the run, with its ``metrics*.csv``.
+        unigram_loss: drawn as a line to beat.
+    """
     curves = {name: read_metrics(folder, name) for name in ("train/loss", "val/loss")}
     if not curves["train/loss"]:
         return None
@@ -120,6 +125,8 @@ def draw_loss_curve(folder: Path) -> Path | None:
     axes = figure.subplots()
     for (name, points), marker in zip(curves.items(), ("", "o"), strict=True):
         axes.plot([step for step, _ in points], [value for _, value in points], label=name, marker=marker)
+    if unigram_loss is not None:
+        axes.axhline(unigram_loss, linestyle="--", color="gray", label="unigram, held out")
     axes.set(xlabel="optimizer step", ylabel="loss per token (nats)", title=folder.name)
     axes.grid(alpha=0.3)
     axes.legend()
