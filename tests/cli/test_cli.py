@@ -135,28 +135,43 @@ def test_two_processes_end_where_one_with_ddp_does(tmp_path, config):
     assert two["tokens"] == one["tokens"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, "both"])
-def test_ctrl_c_ends_both_processes_and_says_how_to_resume(tmp_path, config, how):
-    """SIGINT to the first process alone (a supervisor), or to both (a terminal)."""
-    arguments = ["fit", "--config", config, "--trainer.max_steps", 100000]
+def start(folder, *arguments):
+    """Start `lit-llm` in a session of its own and wait for its first checkpoint."""
     process = subprocess.Popen(
-        command(*arguments), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command(*arguments),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
-    checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "last.ckpt"
+    )
+    checkpoint = folder / "runs" / "tiny" / "checkpoints" / "last.ckpt"
     deadline = time.monotonic() + 120
     while not checkpoint.exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.2)
     assert checkpoint.exists(), process.communicate()[0] if process.poll() is not None else "no checkpoint in time"
+    return process, checkpoint
+
+
+def expect_end(process, seconds):
+    """It ends in time, with an error, and leaves no process behind."""
     started = time.monotonic()
-    if how == "both":
-        os.killpg(process.pid, signal.SIGINT)
-    else:
-        process.send_signal(how)
-    output, _ = process.communicate(timeout=30)
-    assert time.monotonic() - started < 15
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - started < seconds
     assert process.returncode != 0
     assert members_of_session(process.pid) == [], output
+
+
+@pytest.mark.parametrize("whom", ["first", "both"])
+def test_ctrl_c_ends_both_processes_and_says_how_to_resume(tmp_path, config, whom):
+    """SIGINT to the first process alone (a supervisor), or to both (a terminal)."""
+    arguments = ["fit", "--config", config, "--trainer.max_steps", 100000]
+    process, checkpoint = start(tmp_path, *arguments)
+    if whom == "both":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.SIGINT)
+    expect_end(process, 15)
     torch.load(checkpoint, weights_only=True)  # whole
 
     output = run(tmp_path, *arguments, status=1)
@@ -165,6 +180,15 @@ def test_ctrl_c_ends_both_processes_and_says_how_to_resume(tmp_path, config, how
     step = torch.load(tmp_path / resume, weights_only=True)["global_step"]
     run(tmp_path, "fit", "--config", config, "--trainer.max_steps", step + 2, "--ckpt_path", resume)
     assert json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())["steps"] == step + 2
+
+
+def test_a_killed_process_ends_the_other(tmp_path, config):
+    process, _ = start(tmp_path, "fit", "--config", config, "--trainer.max_steps", 100000)
+    second = next(
+        int(line.split()[0]) for line in members_of_session(process.pid) if int(line.split()[0]) != process.pid
+    )
+    os.kill(second, signal.SIGKILL)
+    expect_end(process, 30)
 
 
 def members_of_session(session):
