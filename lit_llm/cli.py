@@ -196,8 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     trace = given[:1] == ["--trace"]
     given = given[1:] if trace else given
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=DeprecationWarning)
+    for message in (".*LeafSpec.*", ".*LightningCLI's args parameter.*"):  # nothing that the user could mend
+        warnings.filterwarnings("ignore", message=message)
     try:
         if given[:1] == ["check"]:
             sys.exit(check(given[1:]))

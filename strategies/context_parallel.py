@@ -230,22 +230,19 @@ class ContextParallelStrategy(DDPStrategy):
 
     @override
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._sharded("validation", batch) as shard:
-            output = super().validation_step(shard.batch, *args, **kwargs)
-        self._release()
-        return output
+        return self._evaluate("validation", super().validation_step, batch, *args, **kwargs)
 
     @override
     def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._sharded("test", batch) as shard:
-            output = super().test_step(shard.batch, *args, **kwargs)
-        self._release()
-        return output
+        return self._evaluate("test", super().test_step, batch, *args, **kwargs)
 
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._sharded("predict", batch) as shard:
-            output = super().predict_step(shard.batch, *args, **kwargs)
+        return self._evaluate("predict", super().predict_step, batch, *args, **kwargs)
+
+    def _evaluate(self, stage: str, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._sharded(stage, batch) as shard:
+            output = step(shard.batch, *args, **kwargs)
         self._release()
         return output
 
