@@ -73,7 +73,7 @@ class RunSummary(Callback):
         if not trainer.is_global_zero:
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        summary = {
+        summary: dict[str, Any] = {
             "steps": trainer.global_step,
             "loss": _value(trainer, self.monitor),
             "untrained_loss": self._untrained,
