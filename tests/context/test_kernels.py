@@ -34,7 +34,7 @@ def cases():
         yield pytest.param(*case, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("device", "dtype", "backend", "tolerance"), cases())
+@pytest.mark.parametrize(("device", "dtype", "backend", "tolerance"), list(cases()))
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
 def test_tiles_merge_and_differentiate(monkeypatch, device, dtype, backend, tolerance, heads, kv_heads):
     monkeypatch.setattr(kernels, "_backend", lambda q: backend)
