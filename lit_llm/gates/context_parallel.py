@@ -164,6 +164,9 @@ def _one_by_one(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[float, d
         count = int(targets.token_count(document))
         if count == 0:
             continue
+        # what a shard holds, so that a model may use any of it
+        document["position_ids"] = torch.arange(stop - start)[None]
+        document["shift_labels"] = targets.shift(document["labels"], targets.batch_cu_seqlens(document))
         loss = _loss(model, document) * (count / num_targets)
         loss.backward()
         total += loss.item()
@@ -178,7 +181,8 @@ def _sharded_step(
     shard = shard_batch(batch, size, rank, layout)
     route = ContextRoute(model, dist.group.WORLD if size > 1 else None)
     route.shard = shard
-    loss = _loss(model, keep_one_target(shard).batch)
+    with route.refuse_unrouted():
+        loss = _loss(model, keep_one_target(shard).batch)
     if route.num_calls == 0:
         raise ValueError(f"{type(model).__name__} made no attention call that could be routed")
     assert shard.num_targets is not None
