@@ -60,11 +60,11 @@ def route_scaled_dot_product_attention(
             return forward(*args, **kwargs)
 
     own = "forward" in module.__dict__
-    module.forward = routed_forward  # type: ignore[method-assign]
+    module.forward = routed_forward
 
     def undo() -> None:
         if own:
-            module.forward = forward  # type: ignore[method-assign]
+            module.forward = forward
         else:
             del module.forward
 
