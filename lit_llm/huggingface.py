@@ -6,7 +6,9 @@ Everything here changes a model *instance*, in one function, and returns the fun
 import importlib.util
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lit_llm.context import Shard, ring_attention
+from lit_llm.context.routing import attention_callers, refuse_unrouted, route_scaled_dot_product_attention
 
 __all__ = ["ContextRoute", "outermost_models", "pretrained_location", "route_attention", "supply_arguments"]
 
@@ -69,6 +72,8 @@ def pretrained_location(name: str) -> tuple[str, dict[str, str]]:
 
 def outermost_models(module: nn.Module) -> list[Any]:
     """The Hugging Face models in ``module`` that are not part of another one (a PEFT wrapper is not one)."""
+    if "transformers" not in sys.modules:  # nobody can have made a model of it
+        return []
     from transformers import PreTrainedModel
 
     found: list[Any] = []
@@ -205,7 +210,9 @@ def route_attention(
 
 
 class ContextRoute:
-    """Runs the Hugging Face models in a module on shards of their sequence, while a shard is set.
+    """Runs the models in a module on shards of their sequence, while a shard is set.
+
+    Routed is the attention of Hugging Face models, and of modules that call ``scaled_dot_product_attention``.
 
     Args:
         module: the models are looked for inside it.
@@ -226,11 +233,16 @@ class ContextRoute:
         self._generating = False
         self._undo: list[Callable[[], None]] = []
         models = outermost_models(module)
-        if not models:
+        theirs = {child for model in models for child in model.modules()}
+        callers = [child for child in attention_callers(module).values() if child not in theirs]
+        if not models and not callers:
             raise ValueError(
-                f"the attention of {type(module).__name__} cannot be routed: it holds no Hugging Face model. Build "
-                "one (transformers.PreTrainedModel) in __init__ or configure_model, or use another strategy"
+                f"the attention of {type(module).__name__} cannot be routed: it holds no Hugging Face model, and no "
+                "module that calls torch.nn.functional.scaled_dot_product_attention. Build one in __init__ or "
+                "configure_model, or use another strategy"
             )
+        for caller in callers:
+            self._undo.append(route_scaled_dot_product_attention(caller, self._attend, self._is_active))
         try:
             for model in models:
                 self._undo.append(route_attention(model, self._attend, self._is_active))
@@ -238,6 +250,10 @@ class ContextRoute:
         except ValueError:
             self.remove()
             raise
+
+    def refuse_unrouted(self) -> AbstractContextManager[None]:
+        """Inside, an attention call that goes past every route is an error, while a shard is set."""
+        return refuse_unrouted(self._is_active)
 
     def remove(self) -> None:
         """Leave the models as they were."""

@@ -33,8 +33,10 @@ class ContextParallelStrategy(DDPStrategy):
     targets of the global batch and its accumulated micro-batches, however they are spread
     (:mod:`lit_llm.loss.ledger`). Callbacks and loggers keep seeing the full batch.
 
-    The model is a Hugging Face causal model anywhere inside the LightningModule, which need not change: it may call
-    ``self.model(**batch).loss`` or ``self.model(batch["input_ids"], labels=batch["labels"]).loss``.
+    A Hugging Face causal model anywhere inside the LightningModule needs no change: the step may call
+    ``self.model(**batch).loss`` or ``self.model(batch["input_ids"], labels=batch["labels"]).loss``. Any other model
+    whose modules call ``scaled_dot_product_attention(…, is_causal=True)`` works too, if the step takes its positions
+    from ``batch["position_ids"]`` and its targets from ``batch["shift_labels"]``.
 
     Args:
         context_parallel_size: devices that share a sequence. "auto": the devices of a node, or what
@@ -182,12 +184,13 @@ class ContextParallelStrategy(DDPStrategy):
             shard = self._split(batch)
         before = self._route.num_calls
         self._route.shard = shard
-        yield shard
+        with self._route.refuse_unrouted() if first else nullcontext():
+            yield shard
         if first and self._route.num_calls == before:
             raise MisconfigurationException(
                 f"the {stage} step of {type(self.lightning_module).__name__} made no attention call that could be "
-                "routed, so its tokens would not see the rest of their sequence. Call the Hugging Face model with "
-                "the batch's input_ids as they are given, and without a cache"
+                "routed, so its tokens would not see the rest of their sequence. Call the model with the batch's "
+                "input_ids as they are given, and without a cache"
             )
         self._checked_stages.add(stage)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lit_llm import targets
-from lit_llm.context import Layout, check_batch, keep_one_target, shard_batch
+from lit_llm.context import Layout, Shard, check_batch, keep_one_target, shard_batch
 from lit_llm.gates.processes import RanksFailed, run_ranks
 from lit_llm.huggingface import ContextRoute
 from lit_llm.loss import causal_lm_loss
@@ -38,8 +38,9 @@ def context_parallel_parity(
     The reference runs every document by itself, in this process. The sharded step runs the packed batch in
     ``context_parallel_size`` new CPU processes, through the same routing, sharding and normalisation as
     :class:`lit_llm.strategies.ContextParallelStrategy`. Compared are the loss and the gradient of every parameter,
-    as :math:`|g - g_{ref}| / |g_{ref}|`. The model is evaluated (no dropout); its gradients, mode and the random
-    state are left as they were.
+    as :math:`|g - g_{ref}| / |g_{ref}|`. And the last token of the first document is changed: no logit of another
+    document may move (measured against how far those of its own move). The model is evaluated (no dropout); its
+    gradients, mode and the random state are left as they were.
 
     Args:
         model: called as ``model(**batch)``; answers with ``.loss``, or ``.logits``, or a dict of them, or logits.
@@ -98,8 +99,13 @@ def context_parallel_parity(
         worst_gradient_error=errors[worst],
         tokens_per_rank=[answer[2] for answer in answers],
     )
+    evidence["leak"] = leak = _leak([answer[3] for answer in answers])
     measured = max(loss_error, errors[worst]) if all(error == error for error in errors.values()) else float("nan")
-    if not measured <= threshold:
+    if leak is not None and not leak <= threshold:
+        evidence["unit"] = "movement of other documents' logits over that of the perturbed document's own"
+        evidence["reason"] = "changing a token of one document moves the logits of another: documents see each other"
+        measured = max(leak, measured)
+    elif not measured <= threshold:
         evidence["reason"] = (
             f"the sharded loss is {answers[0][0]:.6g} where documents alone give {loss:.6g}, and the gradient of "
             f"{worst} is off by {errors[worst]:.2g}. Usual causes: the model shifts the labels itself instead of using "
@@ -164,33 +170,81 @@ def _one_by_one(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[float, d
         count = int(targets.token_count(document))
         if count == 0:
             continue
+        # what a shard holds, so that a model may use any of it
+        document["position_ids"] = torch.arange(stop - start)[None]
+        document["shift_labels"] = targets.shift(document["labels"], targets.batch_cu_seqlens(document))
         loss = _loss(model, document) * (count / num_targets)
         loss.backward()
         total += loss.item()
     return total, _grads(model)
 
 
+def _leak(movements: list[tuple[float, float] | None]) -> float | None:
+    """The largest movement outside the perturbed document over the largest inside; None if it was not measured."""
+    measured = [movement for movement in movements if movement is not None]
+    if len(measured) < len(movements):
+        return None
+    inside, outside = (max(values) for values in zip(*measured, strict=True))
+    return outside / max(inside, 1e-30)
+
+
 def _sharded_step(
     rank: int, model: nn.Module, batch: Mapping[str, Tensor], layout: Layout
-) -> tuple[float, dict[str, Tensor], int]:
+) -> tuple[float, dict[str, Tensor], int, tuple[float, float] | None]:
     size = dist.get_world_size()
     num_targets = int(targets.token_count(batch))
     shard = shard_batch(batch, size, rank, layout)
     route = ContextRoute(model, dist.group.WORLD if size > 1 else None)
     route.shard = shard
-    loss = _loss(model, keep_one_target(shard).batch)
+    with route.refuse_unrouted():
+        loss = _loss(model, keep_one_target(shard).batch)
     if route.num_calls == 0:
         raise ValueError(f"{type(model).__name__} made no attention call that could be routed")
     assert shard.num_targets is not None
     weighted = loss * (int(shard.num_targets) / num_targets)
     weighted.backward()
+    moved = _perturb(model, batch, route, shard, layout)
     route.remove()
     total = weighted.detach().to(torch.float64)
     dist.all_reduce(total)
     grads = _grads(model)
     for grad in grads.values():
         dist.all_reduce(grad)
-    return total.item(), grads if rank == 0 else {}, shard.plan.lengths[rank]
+    return total.item(), grads if rank == 0 else {}, shard.plan.lengths[rank], moved
+
+
+@torch.no_grad()
+def _perturb(
+    model: nn.Module, batch: Mapping[str, Tensor], route: ContextRoute, shard: Shard, layout: Layout
+) -> tuple[float, float] | None:
+    """How far this rank's logits move inside and outside the first document when its last token changes.
+
+    None if there is one document only, or the model answers without logits.
+    """
+    boundaries = batch["cu_seqlens"].tolist()
+    if len(boundaries) < 3:
+        return None
+    token = batch["input_ids"][0, boundaries[1] - 1]
+    others = batch["input_ids"][batch["input_ids"] != token]
+    if not len(others):
+        return None
+    perturbed = {**batch, "input_ids": batch["input_ids"].clone()}
+    perturbed["input_ids"][0, boundaries[1] - 1] = others[0]
+    logits = []
+    for content in (batch, perturbed):
+        route.shard = shard_batch(content, shard.plan.num_ranks, shard.rank, layout)
+        logits.append(_logits(model(**keep_one_target(route.shard).batch)))
+    if logits[0] is None or logits[1] is None:
+        return None
+    moved = (logits[1] - logits[0]).abs().flatten(0, -2).amax(-1)
+    own = shard.plan.indices(shard.rank) < boundaries[1]
+    inside, outside = (moved[which].max().item() if which.any() else 0.0 for which in (own, ~own))
+    return inside, outside
+
+
+def _logits(output: Any) -> Tensor | None:
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+    return logits if isinstance(logits, Tensor) and logits.dim() >= 2 else None
 
 
 def _grads(model: nn.Module) -> dict[str, Tensor]:

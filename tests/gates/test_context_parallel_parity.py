@@ -20,6 +20,7 @@ def test_clean_models_pass(size):
     assert verdict.passed, verdict
     assert verdict.measured < 1e-5
     assert verdict.evidence["documents"] == 6
+    assert verdict.evidence["leak"] == 0.0
     assert sum(verdict.evidence["tokens_per_rank"]) == sum(ODD)
     # nothing is left behind
     assert torch.get_rng_state().equal(state)
@@ -80,12 +81,19 @@ class MixesNeighbours(nn.Module):
         return self.model(inputs_embeds=embedded, labels=labels, **rest)
 
 
-@pytest.mark.parametrize("defect", [ShiftsItself, OwnPositions, MixesNeighbours])
-def test_defective_models_fail(defect):
+@pytest.mark.parametrize(
+    ("defect", "reason"),
+    [
+        (ShiftsItself, "Usual causes: the model shifts the labels itself"),
+        (OwnPositions, "Usual causes: the model shifts the labels itself"),
+        (MixesNeighbours, "documents see each other"),
+    ],
+)
+def test_defective_models_fail(defect, reason):
     verdict = context_parallel_parity(defect(), packed_batch(ODD))
     assert not verdict.passed
     assert verdict.measured > 10 * verdict.threshold
-    assert "Usual causes: the model shifts the labels itself" in str(verdict)
+    assert reason in str(verdict)
 
 
 def test_a_lost_tile_fails(monkeypatch):
@@ -101,6 +109,22 @@ def test_a_leaking_tile_fails(monkeypatch):
     monkeypatch.setattr(plan_module, "_tiles", lambda q, k, cu: list(whole(q, k, (0, cu[-1]))))
     verdict = context_parallel_parity(tiny_llama(), packed_batch(ODD))
     assert not verdict.passed
+    assert verdict.evidence["leak"] > 1e-3
+    assert "documents see each other" in str(verdict)
+
+
+@pytest.mark.parametrize("mix", [lambda x: x.roll(1, dims=1), lambda x: x.cumsum(1)])
+def test_the_perturbation_sees_small_leaks(mix):
+    """A hundredth of what stands before a token, whichever document it is of."""
+
+    class Trickle(MixesNeighbours):
+        def forward(self, input_ids, labels, **rest):
+            embedded = self.model.model.embed_tokens(input_ids)
+            return self.model(inputs_embeds=embedded + 1e-2 * mix(embedded), labels=labels, **rest)
+
+    verdict = context_parallel_parity(Trickle(), packed_batch(ODD), layout="contiguous")
+    assert not verdict.passed
+    assert verdict.evidence["leak"] > 10 * verdict.threshold
 
 
 def test_a_model_that_cannot_be_routed_fails_with_the_reason():
