@@ -84,12 +84,12 @@ def test_data_that_trains_nothing_is_named(tmp_path: Path) -> None:
     silent = {"messages": [{"role": "user", "content": "hello?"}]}
     with pytest.raises(ValueError, match=r"record 21: nothing in this chat is trained \(roles: user\): add"):
         prepared(tmp_path, [*chats(20), silent], val=chats(3))
-    with pytest.raises(ValueError, match="training data holds no chats \(0 rows in memory\): check that train="):
+    with pytest.raises(ValueError, match=r"training data holds no chats \(0 rows in memory\): check that train="):
         prepared(tmp_path, [])
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(ValueError, match="training data holds no chats"):
+    with pytest.raises(ValueError, match=r"training data holds no chats \(/.*empty.jsonl\)"):
         prepared(tmp_path, str(tmp_path / "empty.jsonl"))
-    with pytest.raises(ValueError, match="validation data holds no chats: check val="):
+    with pytest.raises(ValueError, match=r"validation data holds no chats \(/.*empty.jsonl\): check val="):
         prepared(tmp_path, chats(20), val=str(tmp_path / "empty.jsonl"))
     with pytest.raises(ValueError, match=r"1 chat\(s\) that are all the same: give val="):
         prepared(tmp_path, chats(1))
