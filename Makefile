@@ -40,7 +40,7 @@ train-smollm2: $(SMOLLM2)  ## fine-tune a pretrained 135M chat model (installs i
 test: $(DEV)  ## run the default tests
 	exec $(BIN)/python -m pytest $(ARGS)
 
-test-slow: $(DEV)  ## run the tests that take minutes
+test-slow: $(DEV) $(SMOLLM2)  ## run the tests that take minutes
 	exec $(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(DEV)  ## check style, types, and who imports whom
