@@ -5,7 +5,7 @@ tiles (:mod:`~lit_llm.context.kernels`), a schedule brings keys and queries toge
 (:mod:`~lit_llm.context.ring`), and a batch is split to match (:mod:`~lit_llm.context.batch`).
 """
 
-from lit_llm.context.batch import Shard, check_batch, keep_one_target, shard_batch
+from lit_llm.context.batch import Shard, check_batch, gather_tokens, keep_one_target, shard_batch
 from lit_llm.context.plan import LAYOUTS, Layout, ShardPlan, Span, Tile, make_plan
 from lit_llm.context.ring import ring_attention
 
@@ -17,6 +17,7 @@ __all__ = [
     "Span",
     "Tile",
     "check_batch",
+    "gather_tokens",
     "keep_one_target",
     "make_plan",
     "ring_attention",

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lit_llm import segments, targets
 from lit_llm.context.plan import Layout, ShardPlan, make_plan
 
-__all__ = ["Shard", "check_batch", "keep_one_target", "shard_batch"]
+__all__ = ["Shard", "check_batch", "gather_tokens", "keep_one_target", "shard_batch"]
 
 # Entries that describe the packed sequence as a whole, or that the shard replaces by its own.
 _SEQUENCE_ENTRIES = ("attention_mask", "cu_seqlens", "document_ids", "max_seqlen", "position_ids")
@@ -124,6 +125,42 @@ def keep_one_target(shard: Shard) -> Shard:
     shift_labels = shard.batch["shift_labels"].clone()
     shift_labels[0, 0] = torch.where(shard.num_targets > 0, shift_labels[0, 0], shard.batch["input_ids"][0, 0])
     return Shard({**shard.batch, "shift_labels": shift_labels}, shard.plan, shard.rank, shard.num_targets)
+
+
+def gather_tokens(local: Tensor, plan: ShardPlan, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The whole sequence, in its original order, from what every rank has of it.
+
+    Args:
+        local: one entry for each token of this rank's shard, in shard order: ``[tokens, …]``.
+        plan: who holds what.
+        group: the ranks that share the sequence; None for one.
+
+    Returns:
+        ``[total, …]``, the same on every rank. Not differentiable.
+
+    Raises:
+        ValueError: if ``local`` has not as many entries as the shard has tokens.
+
+    Example:
+        >>> import torch
+        >>> gather_tokens(torch.tensor([5, 6, 7]), make_plan([0, 3], 1))
+        tensor([5, 6, 7])
+    """
+    rank = 0 if group is None else dist.get_rank(group)
+    if local.shape[0] != plan.lengths[rank]:
+        raise ValueError(
+            f"{local.shape[0]} entries for the {plan.lengths[rank]} tokens of rank {rank}: give one for each"
+        )
+    parts = [local.detach()]
+    if group is not None:
+        # padded to equal lengths: not every backend gathers unequal ones
+        padded = local.new_zeros(max(plan.lengths), *local.shape[1:])
+        padded[: local.shape[0]] = local.detach()
+        parts = [torch.empty_like(padded) for _ in range(plan.num_ranks)]
+        dist.all_gather(parts, padded, group=group)
+        parts = [part[:length] for part, length in zip(parts, plan.lengths, strict=True)]
+    indices = torch.cat([plan.indices(number, local.device) for number in range(plan.num_ranks)])
+    return torch.cat(parts)[indices.argsort()]
 
 
 def _is_per_token(value: Any, input_ids: Tensor) -> bool:
