@@ -4,13 +4,15 @@
 """
 
 import argparse
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import torch.distributed as dist
 from jsonargparse import DefaultHelpFormatter
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningCLI
@@ -207,7 +209,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
         print(f"\nlit-llm: error on rank {rank}: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        _exit_with_error()
+
+
+def _exit_with_error() -> NoReturn:
+    """Exit with status 1. With a process group at once: its threads abort a process that ends while a peer does."""
+    if dist.is_available() and dist.is_initialized():
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(1)
+    sys.exit(1)
 
 
 if __name__ == "__main__":
