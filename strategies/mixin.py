@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -135,6 +136,9 @@ class ContextParallelMixin(ParallelStrategy):
         first = stage not in self._checked_stages
         with raise_together() if first else nullcontext():
             shard = self._split(batch)
+        if first:
+            with raise_together():
+                self._check_shared(stage, batch)
         before = self._route.num_calls
         self._route.shard = shard
         yield shard
@@ -153,6 +157,24 @@ class ContextParallelMixin(ParallelStrategy):
     def _split(self, batch: Any) -> Shard:
         context = self.device_mesh["context_parallel"]
         return shard_batch(batch, context.size(), context.get_local_rank(), self._layout, self._blocks_per_rank)
+
+    def _check_shared(self, stage: str, batch: Any) -> None:
+        """Refuse a batch that the ranks of a context group do not all have: each would train on parts of its own."""
+        group = self.device_mesh["context_parallel"].get_group()
+        ranks = dist.get_process_group_ranks(group)
+        own = _signature(batch).to(self.root_device)
+        signatures = [torch.empty_like(own) for _ in ranks]
+        dist.all_gather(signatures, own, group=group)
+        different = [
+            rank for rank, found in zip(ranks, signatures, strict=True) if not torch.equal(found, signatures[0])
+        ]
+        if different:
+            raise MisconfigurationException(
+                f"ranks {ranks} share their {stage} batches, but ranks {different} got another batch than rank "
+                f"{ranks[0]}: a sampler or dataset of your own has to follow trainer.distributed_sampler_kwargs, or "
+                "split and shuffle by the data-parallel rank (trainer.strategy.device_mesh['data_parallel']), not by "
+                "the global rank"
+            )
 
     @override
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -216,6 +238,20 @@ class ContextParallelMixin(ParallelStrategy):
             self._route = None
         self._checked_stages.clear()
         super().teardown()
+
+
+def _signature(batch: Any) -> Tensor:
+    """A few integers that differ if the tokens, labels or documents of two batches do."""
+    entries = []
+    for key in ("input_ids", "labels", "cu_seqlens", "attention_mask"):
+        entry = batch.get(key)
+        if isinstance(entry, Tensor):
+            values = entry.flatten().long()
+            odd = torch.arange(values.numel(), device=values.device) * 0x5851F42D4C957F2D + 0x14057B7EF767814F
+            entries += [values.numel(), entry.shape[-1], int(((values + 1) * odd).sum())]  # modulo 2^64
+        else:
+            entries += [0, 0, 0]
+    return torch.tensor(entries)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
