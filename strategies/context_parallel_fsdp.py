@@ -114,6 +114,10 @@ class ContextParallelFSDPStrategy(ContextParallelMixin, BareModelParallelStrateg
             shard_modules(units, init_device_mesh(self.root_device.type, (self.world_size,)))
         with raise_together():
             check_sharding(module, self.world_size)
+        # weights that were first gathered in inference mode could not be gathered for training
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            loop.inference_mode = False
+        trainer.predict_loop.inference_mode = False
         super().setup(trainer)
 
     @override

@@ -1,14 +1,16 @@
 """Sharded weights in a real Trainer on real processes, against every document by itself in one float64 process."""
 
 import inspect
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from tiny import External, PlainModule, fit, packed_batch, reference_step, tiny_llama
+from tiny import Batches, External, PlainModule, first, fit, packed_batch, reference_step, tiny_llama
 from torch import nn
+from torch.utils.data import DataLoader
 
 import lit_llm  # noqa: F401  (registers the strategies)
 from lit_llm.gates.processes import RanksFailed, run_ranks
@@ -168,6 +170,23 @@ def test_one_device_equals_plain_training():
     record = fit(PlainModule(tiny_llama()), [batch], strategy="context_parallel_fsdp", devices=1)
     assert abs(record.loss - loss) < 1e-6
     assert all((full(record.grads[n]).double() - grad).norm() / grad.norm() < 1e-5 for n, grad in grads.items())
+
+
+def validating_worker(rank):
+    """As on GPUs: Lightning evaluates in inference mode, except on gloo."""
+    strategy = ContextParallelFSDPStrategy(cluster_environment=External())
+    module = Stepping(tiny_llama())
+    module.val_dataloader = lambda: DataLoader(Batches([packed_batch(ODD)]), 1, collate_fn=first)
+    with mock.patch("lightning.pytorch.loops.utilities._distributed_is_initialized", return_value=False):
+        options = {"val_check_interval": 1, "num_sanity_val_steps": 1}
+        fit(module, [packed_batch(ODD)] * 2, strategy=strategy, devices=2, **options)
+    return module.losses
+
+
+def test_validation_before_and_between_steps():
+    losses = run_ranks(validating_worker, 2, start_method="fork")
+    assert losses[0] == losses[1]
+    assert losses[0][1] < losses[0][0]
 
 
 # ---- modules that need more than their blocks to be sharded
