@@ -19,7 +19,14 @@ from typing_extensions import override
 from lit_llm.agreement import raise_together
 from lit_llm.strategies.mixin import ContextParallelMixin
 from lit_llm.strategies.model_parallel import BareModelParallelStrategy
-from lit_llm.strategies.sharding import broadcast_weights, check_sharding, is_sharded, shard_modules, units_to_shard
+from lit_llm.strategies.sharding import (
+    broadcast_weights,
+    check_sharding,
+    is_sharded,
+    reshard,
+    shard_modules,
+    units_to_shard,
+)
 
 __all__ = ["ContextParallelFSDPStrategy"]
 
@@ -112,12 +119,12 @@ class ContextParallelFSDPStrategy(ContextParallelMixin, BareModelParallelStrateg
         if units:
             broadcast_weights(module, self.root_device)
             shard_modules(units, init_device_mesh(self.root_device.type, (self.world_size,)))
+        reshard(module)
         with raise_together():
             check_sharding(module, self.world_size)
         # weights that were first gathered in inference mode could not be gathered for training
-        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
-        trainer.predict_loop.inference_mode = False
         super().setup(trainer)
 
     @override

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_llm.huggingface import outermost_models
 
-__all__ = ["broadcast_weights", "check_sharding", "is_sharded", "shard_modules", "units_to_shard"]
+__all__ = ["broadcast_weights", "check_sharding", "is_sharded", "reshard", "shard_modules", "units_to_shard"]
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -131,6 +131,13 @@ def shard_modules(units: list[nn.Module], mesh: DeviceMesh) -> None:
     """Cut the weights of each over all ranks of ``mesh``; it then gathers them while its forward or backward runs."""
     for unit in units:
         fully_shard(unit, mesh=mesh)
+
+
+def reshard(module: nn.Module) -> None:
+    """Let go of what is gathered: an evaluation leaves it so, and an optimizer must not be given whole weights."""
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()
 
 
 def check_sharding(module: nn.Module, world_size: int) -> None:
