@@ -38,6 +38,7 @@ class ContextParallelStrategy(ContextParallelMixin, DDPStrategy):
     Raises:
         MisconfigurationException: before training and on every rank, if the sizes do not fit the devices, the
             attention of the model cannot be routed, or the module optimises by hand.
+            At the first batch, if the ranks of a context group got different ones.
         ValueError: at the first batch and on every rank, if it cannot be split.
 
     Example::

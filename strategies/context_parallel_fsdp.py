@@ -39,7 +39,8 @@ class ContextParallelFSDPStrategy(ContextParallelMixin, BareModelParallelStrateg
     starting from the weights of rank 0. If its ``configure_model`` applies ``fully_shard`` to anything, it decides
     alone; ``mesh=self.device_mesh`` there shards over the context group and replicates over the data-parallel groups.
 
-    Gradients are reduced once for each optimizer step. Until then an accumulated gradient is held whole.
+    Gradients are reduced once for each optimizer step. Until then an accumulated gradient is held whole. Processes are
+    started by the script or from outside (torchrun, SLURM), not from a notebook.
 
     Args:
         context_parallel_size: devices that share a sequence. "auto": the devices of a node, or what
@@ -60,6 +61,7 @@ class ContextParallelFSDPStrategy(ContextParallelMixin, BareModelParallelStrateg
     Raises:
         MisconfigurationException: before training and on every rank, if the sizes do not fit the devices, the
             attention of the model cannot be routed, the module optimises by hand, or a parameter cannot be sharded.
+            At the first batch, if the ranks of a context group got different ones.
         ValueError: at the first batch and on every rank, if it cannot be split.
 
     Example::
