@@ -29,7 +29,12 @@ def train(kind, max_steps, ckpt_path=None, **model_changes):
     module = Stepping(tiny_llama(**model_changes))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=make(kind), max_steps=max_steps, enable_model_summary=False, **quiet
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=make(kind),
+        max_steps=max_steps,
+        enable_model_summary=False,
+        **quiet,
     )
     trainer.fit(module, DataLoader(Batches(BATCHES), batch_size=1, collate_fn=first), ckpt_path=ckpt_path)
     return trainer, module
@@ -74,6 +79,23 @@ def test_a_resumed_run_continues(tmp_path, writer, reader, tied):
                 assert torch.equal(got[name], weight), name
             else:  # AdamW makes a step of the whole learning rate of a gradient near zero
                 assert (got[name] - weight).abs().mean() < 1e-4, name
+
+
+def part_worker(rank, kind, path, max_steps, resumed):
+    trainer, module = train(kind, max_steps, path if resumed else None)
+    if not resumed:
+        trainer.save_checkpoint(path)
+    return weights(module)
+
+
+@pytest.mark.parametrize("kind", ["fsdp folder", "fsdp file"])
+def test_more_ranks_continue(tmp_path, kind):
+    path = str(tmp_path / "step.ckpt")
+    run_ranks(part_worker, 2, kind, path, 2, False, start_method="fork")
+    resumed = run_ranks(part_worker, 4, kind, path, 4, True, start_method="fork")
+    expected = run_ranks(part_worker, 2, kind, str(tmp_path / "other.ckpt"), 4, False, start_method="fork")[0]
+    for got in resumed:
+        assert all((got[name] - weight).abs().mean() < 1e-4 for name, weight in expected.items())
 
 
 def evaluating_worker(rank, kind, path):
