@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lit_llm.files import atomic_path, atomic_write
@@ -70,9 +71,10 @@ class RunSummary(Callback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # log_dir is a broadcast: every rank has to ask
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        example = self._answered_example(trainer, pl_module, data)
         if not trainer.is_global_zero:
             return
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         summary: dict[str, Any] = {
             "steps": trainer.global_step,
             "loss": _value(trainer, self.monitor),
@@ -88,8 +90,21 @@ class RunSummary(Callback):
         console = Console(soft_wrap=True)
         console.print(_table(summary))
         _print_facts(console, summary, curve)
-        if self.max_new_tokens and hasattr(pl_module, "generate") and hasattr(data, "example"):
-            _print_answer(console, pl_module, data, self.max_new_tokens)
+        for title, text in example.items():
+            console.print(f"\n[bold]{title}[/bold]")
+            console.print(text.strip() or "(empty)", markup=False, highlight=False)
+
+    def _answered_example(self, trainer: Trainer, pl_module: Any, data: Any) -> dict[str, str]:
+        """A held-out question and the model's answer; nothing if the module or the data cannot give them."""
+        if not (self.max_new_tokens and hasattr(pl_module, "generate") and hasattr(data, "example")):
+            return {}
+        # sharded weights are gathered by all ranks together; decoding is greedy, so they stay in step
+        sharded = any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())
+        if not (trainer.is_global_zero or sharded):
+            return {}
+        question = [message for message in data.example() if message["role"] != "assistant"][:1]
+        answer = pl_module.generate(question, data.tokenizer, self.max_new_tokens)
+        return {"a held-out question": question[-1]["content"], "the model's answer": answer}
 
 
 def read_metrics(folder: Path, name: str) -> list[tuple[int, float]]:
@@ -154,15 +169,6 @@ def _print_facts(console: Console, summary: dict[str, Any], curve: Path | None) 
     for name, fact in facts.items():
         if fact is not None:
             console.print(f"{name + ':':12} {fact}", markup=False, highlight=False)
-
-
-def _print_answer(console: Console, pl_module: Any, data: Any, max_new_tokens: int) -> None:
-    question = [message for message in data.example() if message["role"] != "assistant"][:1]
-    answer = pl_module.generate(question, data.tokenizer, max_new_tokens)
-    console.print("\n[bold]a held-out question[/bold]")
-    console.print(question[-1]["content"], markup=False, highlight=False)
-    console.print("\n[bold]the model's answer[/bold]")
-    console.print(answer.strip() or "(empty)", markup=False, highlight=False)
 
 
 def _value(trainer: Trainer, name: str) -> float | None:

@@ -1,10 +1,11 @@
 """Lightning strategies of the collection, imported as ``lit_llm.strategies`` and registered by name.
 
-=====================  =============================
-``strategy=``          class
-=====================  =============================
-``"context_parallel"`` ``ContextParallelStrategy``
-=====================  =============================
+===========================  ===============================
+``strategy=``                class
+===========================  ===============================
+``"context_parallel"``       ``ContextParallelStrategy``
+``"context_parallel_fsdp"``  ``ContextParallelFSDPStrategy``
+===========================  ===============================
 """
 
 if __name__ != "lit_llm.strategies":
@@ -16,11 +17,15 @@ from typing import Any, NoReturn
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lit_llm.strategies.context_parallel import ContextParallelStrategy
+from lit_llm.strategies.context_parallel_fsdp import ContextParallelFSDPStrategy
 
-__all__ = ["ContextParallelStrategy", "register_strategies"]
+__all__ = ["ContextParallelFSDPStrategy", "ContextParallelStrategy", "register_strategies"]
 
 
-_STRATEGIES = {"context_parallel": ContextParallelStrategy}
+_STRATEGIES = {
+    "context_parallel": ContextParallelStrategy,
+    "context_parallel_fsdp": ContextParallelFSDPStrategy,
+}
 
 
 def register_strategies() -> None:

@@ -1,29 +1,19 @@
 """Context parallelism as a Lightning strategy: one batch, its sequence over several devices."""
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
 
-from lit_llm.agreement import raise_together
-from lit_llm.context import Layout, Shard, keep_one_target, shard_batch
-from lit_llm.huggingface import ContextRoute
-from lit_llm.loss import LossWindow, WindowTotal, rescale_gradients, weight_gradient
+from lit_llm.strategies.mixin import ContextParallelMixin
 
 __all__ = ["ContextParallelStrategy"]
 
 
-class ContextParallelStrategy(DDPStrategy):
+class ContextParallelStrategy(ContextParallelMixin, DDPStrategy):
     """DDP over data-parallel times context-parallel devices; those of one context group share a batch.
 
     Each step the batch ``[batch, seq]`` is flattened to one packed sequence, its labels are shifted inside each
@@ -50,6 +40,7 @@ class ContextParallelStrategy(DDPStrategy):
     Raises:
         MisconfigurationException: before training and on every rank, if the sizes do not fit the devices, the
             attention of the model cannot be routed, or the module optimises by hand.
+            At the first batch, if the ranks of a context group got different ones.
         ValueError: at the first batch and on every rank, if it cannot be split.
 
     Example::
@@ -64,34 +55,6 @@ class ContextParallelStrategy(DDPStrategy):
     """
 
     strategy_name = "context_parallel"
-
-    def __init__(
-        self,
-        context_parallel_size: int | Literal["auto"] = "auto",
-        data_parallel_size: int | Literal["auto"] = "auto",
-        attention: Literal["auto", "ring"] = "auto",
-        layout: Literal["auto", "contiguous", "zigzag", "balanced"] = "auto",
-        blocks_per_rank: int = 8,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        _check_choice("attention", attention, ("auto", "ring"))
-        _check_choice("layout", layout, ("auto", "contiguous", "zigzag", "balanced"))
-        _check_size("context_parallel_size", context_parallel_size)
-        _check_size("data_parallel_size", data_parallel_size)
-        _check_size("blocks_per_rank", blocks_per_rank)
-        self._context_parallel_size = context_parallel_size
-        self._data_parallel_size = data_parallel_size
-        self._layout: Layout = "balanced" if layout == "auto" else layout
-        self._blocks_per_rank = blocks_per_rank
-        self._device_mesh: DeviceMesh | None = None
-        self._route: ContextRoute | None = None
-        self._checked_stages: set[str] = set()
-        self._window = LossWindow()
-        self.last_window: WindowTotal | None = None
-        """The totals of the window behind the last optimizer step, over all ranks."""
-
-    # ---- processes and mesh
 
     @override
     def _configure_launcher(self) -> None:
@@ -108,178 +71,18 @@ class ContextParallelStrategy(DDPStrategy):
             # does collecting a process group that the parent has left behind
             gc.freeze()
             torch.set_num_threads(1)
-        sizes = self._resolve_sizes()
+        sizes = self._resolve_sizes(self.num_nodes, self.num_processes)
         super().setup_environment()
-        self._device_mesh = init_device_mesh(
-            self.root_device.type, sizes, mesh_dim_names=("data_parallel", "context_parallel")
-        )
-        if self.lightning_module is not None:
-            self.lightning_module._device_mesh = self._device_mesh
-
-    def _resolve_sizes(self) -> tuple[int, int]:
-        """(data-parallel, context-parallel) sizes."""
-        world_size = self.num_nodes * self.num_processes
-        data, context = self._data_parallel_size, self._context_parallel_size
-        for name, size in (("context_parallel_size", context), ("data_parallel_size", data)):
-            if size != "auto" and world_size % size:
-                divisors = [str(number) for number in range(1, world_size + 1) if world_size % number == 0]
-                raise MisconfigurationException(
-                    f"{name}={size} does not divide the world size of {world_size} devices: "
-                    f"choose one of {', '.join(divisors)}, or another number of devices"
-                )
-        if context == "auto":
-            context = self.num_processes if data == "auto" else world_size // data
-        if data == "auto":
-            data = world_size // context
-        if data * context != world_size:
-            raise MisconfigurationException(
-                f"data_parallel_size={data} times context_parallel_size={context} is not the world size of "
-                f'{world_size} devices: set one of them and leave the other "auto"'
-            )
-        return data, context
-
-    @property
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh with axes "data_parallel" and "context_parallel"; exists once processes are set up."""
-        if self._device_mesh is None:
-            raise RuntimeError("the device mesh exists only after the processes are set up: use it from setup() on")
-        return self._device_mesh
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        data = self.device_mesh["data_parallel"]  # the ranks of a context group read the same samples
-        return {"num_replicas": data.size(), "rank": data.get_local_rank()}
-
-    # ---- the model
-
-    @override
-    def setup(self, trainer: Any) -> None:
-        with raise_together():
-            self._install_route(trainer)
-        super().setup(trainer)
-
-    def _install_route(self, trainer: Any) -> None:
-        assert self.lightning_module is not None
-        if trainer.state.fn == TrainerFn.FITTING and not self.lightning_module.automatic_optimization:
-            raise MisconfigurationException(
-                f"{type(self.lightning_module).__name__} optimises by hand (automatic_optimization=False): "
-                "ContextParallelStrategy cannot normalise its gradients yet. Use automatic optimization"
-            )
-        context = self.device_mesh["context_parallel"]
-        if self._route is None:
-            try:
-                self._route = ContextRoute(self.lightning_module, context.get_group() if context.size() > 1 else None)
-            except ValueError as error:
-                raise MisconfigurationException(str(error)) from error
-
-    # ---- steps
-
-    @contextmanager
-    def _sharded(self, stage: str, batch: Any) -> Iterator[Shard]:
-        """The shard of a batch. Its attention stays routed until :meth:`_release`: a recompute calls it again."""
-        assert self._route is not None
-        first = stage not in self._checked_stages
-        with raise_together() if first else nullcontext():
-            shard = self._split(batch)
-        before = self._route.num_calls
-        self._route.shard = shard
-        with self._route.refuse_unrouted() if first else nullcontext():
-            yield shard
-        if first and self._route.num_calls == before:
-            raise MisconfigurationException(
-                f"the {stage} step of {type(self.lightning_module).__name__} made no attention call that could be "
-                "routed, so its tokens would not see the rest of their sequence. Call the model with the batch's "
-                "input_ids as they are given, and without a cache"
-            )
-        self._checked_stages.add(stage)
-
-    def _release(self) -> None:
-        if self._route is not None:
-            self._route.shard = None
-
-    def _split(self, batch: Any) -> Shard:
-        context = self.device_mesh["context_parallel"]
-        return shard_batch(batch, context.size(), context.get_local_rank(), self._layout, self._blocks_per_rank)
-
-    @override
-    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._sharded("training", batch) as shard:
-            if shard.num_targets is None:
-                raise ValueError(f"the batch has no 'labels', only {sorted(map(str, batch))}: training needs them")
-            output = super().training_step(keep_one_target(shard).batch, *args, **kwargs)
-        loss = output.get("loss") if isinstance(output, dict) else output
-        if isinstance(loss, Tensor):
-            weight_gradient(loss, shard.num_targets)
-            self._window.add(loss, shard.num_targets)
-        return output
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        self._release()
-
-    @override
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        def normalised_closure() -> Any:
-            result = closure()
-            assert self.lightning_module is not None
-            self.last_window = self._window.close(dist.group.WORLD)
-            accumulated = self.lightning_module.trainer.accumulate_grad_batches
-            rescale_gradients(self.lightning_module.parameters(), self.last_window, accumulated, self.world_size)
-            return result
-
-        return super().optimizer_step(optimizer, normalised_closure, model, **kwargs)
-
-    @override
-    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("validation", super().validation_step, batch, *args, **kwargs)
-
-    @override
-    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("test", super().test_step, batch, *args, **kwargs)
-
-    @override
-    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate("predict", super().predict_step, batch, *args, **kwargs)
-
-    def _evaluate(self, stage: str, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._sharded(stage, batch) as shard:
-            output = step(shard.batch, *args, **kwargs)
-        self._release()
-        return output
-
-    # ---- checkpoints and the end
+        self._set_up_mesh(sizes)
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         try:
             super().load_model_state_dict(checkpoint, strict=strict)
         except RuntimeError as error:
-            raise MisconfigurationException(
-                f"the checkpoint does not fit {type(self.lightning_module).__name__}: it was written by another "
-                f"model. Use the configuration it was trained with, or another ckpt_path. ({error})"
-            ) from error
-
-    @override
-    def teardown(self) -> None:
-        if self._route is not None:
-            self._route.remove()
-            self._route = None
-        self._checked_stages.clear()
-        super().teardown()
+            raise self._misfit(error) from error
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: the base class would register its own names once more."""
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise MisconfigurationException(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
-
-
-def _check_size(name: str, value: int | str) -> None:
-    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise MisconfigurationException(f'{name}={value!r} must be a positive integer or "auto"')

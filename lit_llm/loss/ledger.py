@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 __all__ = ["LossWindow", "WindowTotal", "rescale_gradients", "weight_gradient"]
 
@@ -113,7 +114,8 @@ def rescale_gradients(parameters: Iterable[Tensor], total: WindowTotal, num_micr
     """Turn the sum left by :func:`weight_gradient` into the gradient of the window's token mean, in place.
 
     Args:
-        parameters: whose ``grad`` to rescale; those without one are left alone.
+        parameters: whose ``grad`` to rescale; those without one are left alone. Of a sharded one (DTensor), this
+            rank's part.
         total: the closed window, over all ranks that share the gradient.
         num_micro_batches: the number by which the trainer divided every loss (``accumulate_grad_batches``).
         num_ranks: the number of ranks over which the gradient was averaged, 1 if it was summed.
@@ -122,6 +124,7 @@ def rescale_gradients(parameters: Iterable[Tensor], total: WindowTotal, num_micr
         Without any target every gradient is zero already; it stays zero, not NaN.
     """
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     if grads:
         factor = _UNIT * num_micro_batches * num_ranks / total.num_targets.clamp(min=1.0)
         torch._foreach_mul_(grads, factor.to(torch.float32))

@@ -41,10 +41,11 @@ def run_script(tmp_path, strategy, imports="import lit_llm", launcher=()):
     ("strategy", "imports", "launcher"),
     [
         ('"context_parallel"', "import lit_llm", ()),
+        ('"context_parallel_fsdp"', "import lit_llm", ()),
         ('"context_parallel"', "import lit_llm.loss", ("-m", "torch.distributed.run", "--nproc-per-node=2")),
         ("ContextParallelStrategy(layout='zigzag')", "from lit_llm.strategies import ContextParallelStrategy", ()),
     ],
-    ids=["by name", "torchrun", "object"],
+    ids=["by name", "sharded", "torchrun", "object"],
 )
 def test_scripts(tmp_path, strategy, imports, launcher):
     done, files = run_script(tmp_path, strategy, imports, launcher)
@@ -62,6 +63,14 @@ trainer:
     class_path: lit_llm.strategies.ContextParallelStrategy
     init_args: {context_parallel_size: 1, layout: zigzag, timeout: null}
 """
+YAML_SHARDED = """
+trainer:
+  accelerator: cpu
+  devices: 1
+  strategy:
+    class_path: lit_llm.strategies.ContextParallelFSDPStrategy
+    init_args: {context_parallel_size: 1, layout: zigzag, save_distributed_checkpoint: false, shard_modules: layers.*}
+"""
 CLI = """
 {imports}
 from lightning.pytorch.cli import LightningCLI
@@ -76,8 +85,9 @@ print(type(cli.trainer.strategy).__name__, cli.trainer.strategy._layout)
     [
         (YAML_BY_NAME, "import lit_llm", "ContextParallelStrategy balanced"),
         (YAML_BY_CLASS, "", "ContextParallelStrategy zigzag"),
+        (YAML_SHARDED, "", "ContextParallelFSDPStrategy zigzag"),
     ],
-    ids=["by name", "by class path"],
+    ids=["by name", "by class path", "sharded"],
 )
 def test_lightning_cli(tmp_path, content, imports, expected):
     (tmp_path / "config.yaml").write_text(content)
@@ -101,7 +111,8 @@ def test_the_twin_package_says_which_import_to_use(tmp_path, imports):
 def test_importing_twice_registers_once():
     from lightning.pytorch.strategies import StrategyRegistry
 
-    from lit_llm.strategies import ContextParallelStrategy, register_strategies
+    from lit_llm.strategies import ContextParallelFSDPStrategy, ContextParallelStrategy, register_strategies
 
     register_strategies()
+    assert isinstance(StrategyRegistry.get("context_parallel_fsdp"), ContextParallelFSDPStrategy)
     assert isinstance(StrategyRegistry.get("context_parallel"), ContextParallelStrategy)
