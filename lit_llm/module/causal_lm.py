@@ -172,12 +172,13 @@ class CausalLMModule(LightningModule):
         else:
             total = self._window.close(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
         self._log_training("train/loss", "loss", total.mean_loss.float())
-        self._log_training("train/learning_rate", "lr", optimizer.param_groups[0]["lr"])
+        rate = optimizer.param_groups[0]["lr"]
+        self._log_training("train/learning_rate", "lr/1e-3", rate, 1e3)  # bars show three decimals
 
-    def _log_training(self, name: str, short: str, value: Any) -> None:
-        """To the loggers under its full name, to the progress bar, where room is scarce, under a short one."""
+    def _log_training(self, name: str, short: str, value: Any, scale: float = 1.0) -> None:
+        """To the loggers under its full name; to the progress bar, where room is scarce, scaled under a short one."""
         self.log(name, value)
-        self.log(short, value, prog_bar=True, logger=False)
+        self.log(short, value * scale, prog_bar=True, logger=False)
 
     @override
     def on_train_start(self) -> None:
