@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lit_llm.context import Layout, make_plan, ring_attention
+from lit_llm.context import Layout, make_plan, ring_attention, rows_read
 from lit_llm.gates.processes import run_ranks
 
 HEADS, HEAD_DIM = 8, 64
@@ -42,6 +42,17 @@ def run(repeats: int = 5) -> Iterator[dict[str, Any]]:
         "target": None,
         "holds": None,
     }
+    for kind, boundaries in (("one_document", one_document), ("packed", list(range(0, 4097, 256)))):
+        ring, exchange = (statistics.mean(_bytes_sent(boundaries, 64, method)) for method in ("ring", "exchange"))
+        yield {
+            "name": f"bytes_64_ranks_{kind}",
+            "value": exchange / 2**20,
+            "unit": "MiB of keys and values that a rank sends in a forward by exchange, 4,096 tokens, fp32, 8 x 64",
+            "baseline": "ring",
+            "ratio": ring / exchange if exchange else None,
+            "target": None,
+            "holds": None,
+        }
     packed = [0, *(256 * number for number in range(1, 9))]
     tiles, dense = _against_dense_mask(packed, repeats)
     yield {
@@ -89,6 +100,20 @@ def _imbalance(cu_seqlens: Sequence[int], num_ranks: int, layout: Layout) -> flo
     plan = make_plan(cu_seqlens, num_ranks, layout, blocks_per_rank=16)
     costs = [plan.cost(rank) for rank in range(num_ranks)]
     return max(costs) / statistics.mean(costs)
+
+
+def _bytes_sent(cu_seqlens: Sequence[int], num_ranks: int, method: str) -> list[int]:
+    """Bytes of keys and values that each rank sends in one forward."""
+    plan, row = make_plan(cu_seqlens, num_ranks), 2 * HEADS * HEAD_DIM * 4
+    if method == "exchange":
+        others = [[other for other in range(num_ranks) if other != rank] for rank in range(num_ranks)]
+        ranges = [[r for other in others[rank] for r in rows_read(plan, other, rank)] for rank in range(num_ranks)]
+        return [row * sum(stop - start for start, stop in found) for found in ranges]
+    sent = [0] * num_ranks
+    for source in range(num_ranks):
+        for hop in range(plan.last_hop(source)):
+            sent[(source + hop) % num_ranks] += row * plan.lengths[source]
+    return sent
 
 
 def _against_dense_mask(cu_seqlens: Sequence[int], repeats: int) -> tuple[float, float]:

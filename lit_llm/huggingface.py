@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lit_llm.context import Shard, ring_attention
+from lit_llm.context import SCHEDULES, Shard
 from lit_llm.context.routing import attention_callers, refuse_unrouted, route_scaled_dot_product_attention
 
 __all__ = ["ContextRoute", "outermost_models", "pretrained_location", "route_attention", "supply_arguments"]
@@ -217,6 +217,7 @@ class ContextRoute:
     Args:
         module: the models are looked for inside it.
         group: the ranks that share a sequence; None for one.
+        attention: how keys and queries meet, one of :data:`lit_llm.context.SCHEDULES`.
 
     Attributes:
         shard: the current shard, or None: then every call runs as if nothing was installed.
@@ -226,10 +227,10 @@ class ContextRoute:
         ValueError: if there is no model whose attention can be routed.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None = None, attention: str = "ring") -> None:
         self.shard: Shard | None = None
         self.num_calls = 0
-        self._group = group
+        self._group, self._schedule = group, SCHEDULES[attention]
         self._generating = False
         self._undo: list[Callable[[], None]] = []
         models = outermost_models(module)
@@ -264,7 +265,7 @@ class ContextRoute:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         assert self.shard is not None
         self.num_calls += 1
-        return ring_attention(q[0], k[0], v[0], self.shard.plan, self._group, scale)[None]
+        return self._schedule(q[0], k[0], v[0], self.shard.plan, self._group, scale)[None]
 
     def _is_active(self, tokens: int) -> bool:
         shard = self.shard

@@ -19,7 +19,7 @@ class ContextParallelStrategy(ContextParallelMixin, DDPStrategy):
     Each step the batch ``[batch, seq]`` is flattened to one packed sequence, its labels are shifted inside each
     document, and each device of the context group gets its part of the tokens: the module's ``training_step`` sees
     ``input_ids``, ``position_ids``, ``labels`` and ``shift_labels`` of shape ``[1, tokens]``. Attention runs over the
-    whole sequence, exactly (:func:`lit_llm.context.ring_attention`). The gradient is that of the mean over all valid
+    whole sequence, exactly (:mod:`lit_llm.context`). The gradient is that of the mean over all valid
     targets of the global batch and its accumulated micro-batches, however they are spread
     (:mod:`lit_llm.loss.ledger`). Callbacks and loggers keep seeing the full batch.
 
@@ -32,7 +32,7 @@ class ContextParallelStrategy(ContextParallelMixin, DDPStrategy):
         context_parallel_size: devices that share a sequence. "auto": the devices of a node, or what
             ``data_parallel_size`` leaves.
         data_parallel_size: groups that read different batches. "auto": what ``context_parallel_size`` leaves.
-        attention: how keys and queries meet. "auto" is "ring".
+        attention: how keys and queries meet: "ring", or "exchange" of exactly the rows that are read. "auto" is "ring".
         layout: who holds which tokens (:func:`lit_llm.context.make_plan`). "auto" is "balanced".
         blocks_per_rank: for the balanced layout, more blocks balance better and make smaller tiles.
         **kwargs: as for ``lightning.pytorch.strategies.DDPStrategy``.

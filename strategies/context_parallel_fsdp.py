@@ -46,7 +46,7 @@ class ContextParallelFSDPStrategy(ContextParallelMixin, BareModelParallelStrateg
         context_parallel_size: devices that share a sequence. "auto": the devices of a node, or what
             ``data_parallel_size`` leaves.
         data_parallel_size: groups that read different batches. "auto": what ``context_parallel_size`` leaves.
-        attention: how keys and queries meet. "auto" is "ring".
+        attention: how keys and queries meet: "ring", or "exchange" of exactly the rows that are read. "auto" is "ring".
         layout: who holds which tokens (:func:`lit_llm.context.make_plan`). "auto" is "balanced".
         blocks_per_rank: for the balanced layout, more blocks balance better and make smaller tiles.
         shard_modules: the end of the names of the modules that are gathered one at a time, with ``*`` for anything
@@ -81,7 +81,7 @@ class ContextParallelFSDPStrategy(ContextParallelMixin, BareModelParallelStrateg
         self,
         context_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",
-        attention: Literal["auto", "ring"] = "auto",
+        attention: Literal["auto", "ring", "exchange"] = "auto",
         layout: Literal["auto", "contiguous", "zigzag", "balanced"] = "auto",
         blocks_per_rank: int = 8,
         shard_modules: str | None = None,

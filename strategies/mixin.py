@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
 
 from lit_llm.agreement import raise_together
-from lit_llm.context import Layout, Shard, gather_tokens, keep_one_target, shard_batch
+from lit_llm.context import SCHEDULES, Layout, Shard, gather_tokens, keep_one_target, shard_batch
 from lit_llm.digest import digest
 from lit_llm.huggingface import ContextRoute
 from lit_llm.loss import LossWindow, WindowTotal, rescale_gradients, weight_gradient
@@ -41,19 +41,20 @@ class ContextParallelMixin(ParallelStrategy):
         self,
         context_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",
-        attention: Literal["auto", "ring"] = "auto",
+        attention: Literal["auto", "ring", "exchange"] = "auto",
         layout: Literal["auto", "contiguous", "zigzag", "balanced"] = "auto",
         blocks_per_rank: int = 8,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        _check_choice("attention", attention, ("auto", "ring"))
+        _check_choice("attention", attention, ("auto", *SCHEDULES))
         _check_choice("layout", layout, ("auto", "contiguous", "zigzag", "balanced"))
         _check_size("context_parallel_size", context_parallel_size)
         _check_size("data_parallel_size", data_parallel_size)
         _check_size("blocks_per_rank", blocks_per_rank)
         self._context_parallel_size = context_parallel_size
         self._data_parallel_size = data_parallel_size
+        self._attention = "ring" if attention == "auto" else attention
         self._layout: Layout = "balanced" if layout == "auto" else layout
         self._blocks_per_rank = blocks_per_rank
         self._device_mesh: DeviceMesh | None = None
@@ -125,7 +126,8 @@ class ContextParallelMixin(ParallelStrategy):
         context = self.device_mesh["context_parallel"]
         if self._route is None:
             try:
-                self._route = ContextRoute(self.lightning_module, context.get_group() if context.size() > 1 else None)
+                group = context.get_group() if context.size() > 1 else None
+                self._route = ContextRoute(self.lightning_module, group, self._attention)
             except ValueError as error:
                 raise MisconfigurationException(str(error)) from error
 

@@ -52,6 +52,16 @@ def ring_attention(
         >>> ring_attention(q, k, v, make_plan([0, 5, 12], num_ranks=1)).shape
         torch.Size([12, 4, 16])
     """
+    rank = check_shard(q, k, v, plan, group)
+    return _Ring.apply(q, k, v, plan, rank, group, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def check_shard(q: Tensor, k: Tensor, v: Tensor, plan: ShardPlan, group: dist.ProcessGroup | None) -> int:
+    """Refuse tensors that are not this rank's shard of the plan; answers with its rank in ``group``.
+
+    Raises:
+        ValueError: if a shape does not fit the plan or the heads do not divide.
+    """
     rank = 0 if group is None else dist.get_rank(group)
     size = 1 if group is None else dist.get_world_size(group)
     if plan.num_ranks != size:
@@ -63,7 +73,7 @@ def ring_attention(
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads cannot be grouped over {k.shape[1]} key heads")
-    return _Ring.apply(q, k, v, plan, rank, group, q.shape[-1] ** -0.5 if scale is None else scale)
+    return rank
 
 
 class _Ring(torch.autograd.Function):

@@ -27,6 +27,7 @@ def context_parallel_parity(
     model: nn.Module,
     batch: Mapping[str, Any],
     *,
+    attention: str = "ring",
     context_parallel_size: int = 2,
     layout: Layout = "balanced",
     max_tokens: int = 512,
@@ -45,6 +46,7 @@ def context_parallel_parity(
     Args:
         model: called as ``model(**batch)``; answers with ``.loss``, or ``.logits``, or a dict of them, or logits.
         batch: with ``input_ids`` and ``labels`` ``[batch, seq]`` and, if packed, its boundaries.
+        attention: how keys and queries meet, one of :data:`lit_llm.context.SCHEDULES`.
         context_parallel_size: ranks to split over.
         layout: see :func:`lit_llm.context.make_plan`.
         max_tokens: the batch is cut to so many tokens.
@@ -75,6 +77,7 @@ def context_parallel_parity(
         "documents": int(cut["cu_seqlens"].numel()) - 1,
         "targets": num_targets,
         "context_parallel_size": context_parallel_size,
+        "attention": attention,
         "layout": layout,
         "reference": "every document by itself in one process",
     }
@@ -82,7 +85,14 @@ def context_parallel_parity(
         loss, grads = _one_by_one(model, cut)
         try:
             answers = run_ranks(
-                _sharded_step, context_parallel_size, model, cut, layout, timeout=timeout, start_method=start_method
+                _sharded_step,
+                context_parallel_size,
+                model,
+                cut,
+                layout,
+                attention,
+                timeout=timeout,
+                start_method=start_method,
             )
         except RanksFailed as failure:
             evidence["reason"] = str(failure).strip().splitlines()[-1]
@@ -189,12 +199,12 @@ def _leak(movements: list[tuple[float, float] | None]) -> float | None:
 
 
 def _sharded_step(
-    rank: int, model: nn.Module, batch: Mapping[str, Tensor], layout: Layout
+    rank: int, model: nn.Module, batch: Mapping[str, Tensor], layout: Layout, attention: str
 ) -> tuple[float, dict[str, Tensor], int, tuple[float, float] | None]:
     size = dist.get_world_size()
     num_targets = int(targets.token_count(batch))
     shard = shard_batch(batch, size, rank, layout)
-    route = ContextRoute(model, dist.group.WORLD if size > 1 else None)
+    route = ContextRoute(model, dist.group.WORLD if size > 1 else None, attention)
     route.shard = shard
     with route.refuse_unrouted():
         loss = _loss(model, keep_one_target(shard).batch)

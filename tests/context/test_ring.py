@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_llm.context import LAYOUTS, make_plan, ring_attention
+from lit_llm.context import LAYOUTS, exchange_attention, make_plan, ring_attention, rows_read
 from lit_llm.gates.processes import run_ranks
 
 DOCUMENTS = {
@@ -41,7 +41,10 @@ def make_inputs(total, heads, kv_heads, dtype, seed=0):
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def worker(rank, cases):
+METHODS = {"ring": ring_attention, "exchange": exchange_attention}
+
+
+def worker(rank, cases, method):
     group = dist.group.WORLD
     size = dist.get_world_size()
     answers = []
@@ -50,14 +53,14 @@ def worker(rank, cases):
         plan = make_plan(cu_seqlens, size, layout, blocks_per_rank=4)
         held = plan.indices(rank)
         local = [tensor[held].clone().requires_grad_() for tensor in (q, k, v)]
-        out = ring_attention(*local, plan, group)
+        out = METHODS[method](*local, plan, group)
         out.backward(grad[held])
         answers.append((held, out.detach(), *(tensor.grad for tensor in local)))
     return answers
 
 
-def compare(world_size, cases, tolerance):
-    by_rank = run_ranks(worker, world_size, cases)
+def compare(world_size, cases, tolerance, method):
+    by_rank = run_ranks(worker, world_size, cases, method, start_method="fork")
     for number, (cu_seqlens, layout, heads, kv_heads, dtype) in enumerate(cases):
         inputs = [t.double() for t in make_inputs(cu_seqlens[-1], heads, kv_heads, dtype)]
         leaves = [tensor.requires_grad_() for tensor in inputs[:3]]
@@ -74,28 +77,31 @@ def compare(world_size, cases, tolerance):
             assert error < tolerance, f"{name} of {cu_seqlens} {layout} {heads}/{kv_heads}: {error}"
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_exact_in_fp32(world_size):
+def test_exact_in_fp32(world_size, method):
     cases = [
         (cu_seqlens, layout, heads, kv_heads, torch.float32)
         for cu_seqlens in DOCUMENTS.values()
         for layout in LAYOUTS
         for heads, kv_heads in ((4, 4), (4, 2), (3, 1))
     ]
-    compare(world_size, cases, 1e-6)
+    compare(world_size, cases, 1e-6, method)
 
 
-def test_exact_in_fp64_and_close_in_bf16():
+@pytest.mark.parametrize("method", METHODS)
+def test_exact_in_fp64_and_close_in_bf16(method):
     cases = [(DOCUMENTS["odd"], layout, 4, 2, torch.float64) for layout in LAYOUTS]
-    compare(2, cases, 1e-14)
+    compare(2, cases, 1e-14, method)
     cases = [(DOCUMENTS["odd"], layout, 4, 2, torch.bfloat16) for layout in LAYOUTS]
-    compare(2, cases, 1e-2)
+    compare(2, cases, 1e-2, method)
 
 
-def test_one_rank_needs_no_process_group():
+@pytest.mark.parametrize("attend", METHODS.values())
+def test_one_rank_needs_no_process_group(attend):
     q, k, v, _ = make_inputs(193, 4, 2, torch.float32)
     plan = make_plan(DOCUMENTS["odd"], 1)
-    got = ring_attention(q, k, v, plan)
+    got = attend(q, k, v, plan)
     wanted = reference(q.double(), k.double(), v.double(), DOCUMENTS["odd"])
     assert (got.double() - wanted).norm() / wanted.norm() < 1e-6
 
@@ -166,3 +172,35 @@ def test_refusals():
         ring_attention(q, torch.randn(10, 3, 16), torch.randn(10, 3, 16), plan)
     with pytest.raises(ValueError, match="the plan is for 2 ranks"):
         ring_attention(q, k, v, make_plan([0, 10], 2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=10),
+    num_ranks=st.integers(2, 5),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_the_exchange_sends_exactly_the_rows_that_are_read(lengths, num_ranks, layout):
+    """Against every visible (query, key) pair, enumerated."""
+    cu_seqlens = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    if cu_seqlens[-1] < num_ranks:
+        return
+    plan = make_plan(cu_seqlens, num_ranks, layout, 3)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    visible = (document[:, None] == document[None]) & torch.ones(len(document), len(document), dtype=torch.bool).tril()
+    held = [plan.indices(rank) for rank in range(num_ranks)]
+    for q_rank in range(num_ranks):
+        for k_rank in range(num_ranks):
+            read = {row for start, stop in rows_read(plan, q_rank, k_rank) for row in range(start, stop)}
+            assert read == set(visible[held[q_rank]][:, held[k_rank]].any(0).nonzero().flatten().tolist())
+
+
+def test_the_exchange_sends_half_of_an_all_gather_or_almost_nothing():
+    def share(cu_seqlens):
+        plan = make_plan(cu_seqlens, 8, "balanced", 8)
+        pairs = [(q, k) for q in range(8) for k in range(8) if q != k]
+        sent = sum(stop - start for q, k in pairs for start, stop in rows_read(plan, q, k))
+        return sent / (7 * cu_seqlens[-1])
+
+    assert share([0, 8192]) < 0.95, "one document: the last block of all is read by nobody else"
+    assert share(list(range(0, 8193, 64))) < 0.01, "documents shorter than a block stay at home"

@@ -29,6 +29,13 @@ def test_clean_models_pass(size):
     assert all(parameter.equal(before[name]) for name, parameter in model.named_parameters())
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_exchange_passes(size):
+    verdict = context_parallel_parity(tiny_llama(), packed_batch(ODD), attention="exchange", context_parallel_size=size)
+    assert verdict.passed, verdict
+    assert verdict.evidence["attention"] == "exchange"
+
+
 def test_cuts_long_batches_and_answers_logits():
     class Logits(nn.Module):
         def __init__(self):

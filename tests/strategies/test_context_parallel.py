@@ -44,6 +44,11 @@ def test_other_ways_to_call_the_model(call):
     check(2, [packed_batch(ODD)], call, layout="zigzag")
 
 
+def test_exchange_instead_of_ring():
+    check(2, [packed_batch(ODD)], attention="exchange")
+    check(4, [packed_batch([150])], attention="exchange", layout="zigzag")
+
+
 def test_data_parallel_and_accumulation():
     # 2 x 2 ranks, 2 micro-batches in the window: four batches with very different numbers of targets
     batches = [packed_batch(ODD), packed_batch([9, 4], 1, 0.9), packed_batch([130], 2, 0.1), packed_batch([50, 2], 3)]
