@@ -25,7 +25,6 @@ _route_numbers = itertools.count()
 
 # Arguments of an attention call that change its result and that a route cannot honour.
 _UNSUPPORTED = {
-    "sliding_window": "a sliding window",
     "softcap": "soft-capped scores",
     "s_aux": "attention sinks",
     "position_bias": "a position bias",
@@ -148,7 +147,7 @@ _REPLACED = ("attention_mask", "cu_seqlens", "document_ids", "max_seqlen", "posi
 
 def route_attention(
     model: Any,
-    attend: Callable[[Tensor, Tensor, Tensor, float | None], Tensor],
+    attend: Callable[[Tensor, Tensor, Tensor, float | None, int | None], Tensor],
     is_active: Callable[[int], bool],
 ) -> Callable[[], None]:
     """Send the attention of a Hugging Face model through ``attend`` while ``is_active(tokens)``.
@@ -158,8 +157,9 @@ def route_attention(
 
     Args:
         model: a Hugging Face model.
-        attend: called as ``attend(q, k, v, scale)`` with q ``[batch, seq, heads, head_dim]``, k and v
-            ``[batch, seq, kv_heads, head_dim]``; answers like q.
+        attend: called as ``attend(q, k, v, scale, window)`` with q ``[batch, seq, heads, head_dim]``, k and v
+            ``[batch, seq, kv_heads, head_dim]``; answers like q. A query sees ``window`` keys at most, itself
+            included; None for all.
         is_active: whether a call with that many query tokens is to be routed.
 
     Returns:
@@ -167,7 +167,7 @@ def route_attention(
 
     Raises:
         ValueError: if the model does not take its attention from the interface, or asks for something that changes
-            the result and cannot be routed (attention dropout, at once; windows, soft caps, sinks at the call).
+            the result and cannot be routed (attention dropout, at once; soft caps, sinks at the call).
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -184,7 +184,7 @@ def route_attention(
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         _refuse_variants(module, kwargs)
         q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return attend(q, k, v, kwargs.get("scaling")), None
+        return attend(q, k, v, kwargs.get("scaling"), kwargs.get("sliding_window")), None
 
     def mask(*args: Any, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
         if q_length == kv_length and is_active(int(q_length)):
@@ -262,10 +262,10 @@ class ContextRoute:
         while self._undo:
             self._undo.pop()()
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None = None) -> Tensor:
         assert self.shard is not None
         self.num_calls += 1
-        return self._schedule(q[0], k[0], v[0], self.shard.plan, self._group, scale)[None]
+        return self._schedule(q[0], k[0], v[0], self.shard.plan, self._group, scale, window)[None]
 
     def _is_active(self, tokens: int) -> bool:
         shard = self.shard

@@ -23,7 +23,7 @@ from lit_llm.context.ring import check_shard
 __all__ = ["exchange_attention", "rows_read"]
 
 
-def rows_read(plan: ShardPlan, q_rank: int, k_rank: int) -> list[tuple[int, int]]:
+def rows_read(plan: ShardPlan, q_rank: int, k_rank: int, window: int | None = None) -> list[tuple[int, int]]:
     """The rows of ``k_rank``'s shard that the tiles of ``q_rank`` read: disjoint ranges ``[start, stop)``, ascending.
 
     Example:
@@ -32,7 +32,7 @@ def rows_read(plan: ShardPlan, q_rank: int, k_rank: int) -> list[tuple[int, int]
         [(5, 6)]
     """
     merged: list[tuple[int, int]] = []
-    for start, stop in sorted((tile.k_start, tile.k_stop) for tile in plan.tiles(q_rank, k_rank)):
+    for start, stop in sorted((tile.k_start, tile.k_stop) for tile in plan.tiles(q_rank, k_rank, window)):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
@@ -47,6 +47,7 @@ def exchange_attention(
     plan: ShardPlan,
     group: dist.ProcessGroup | None = None,
     scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention inside the documents of a packed sequence whose tokens are spread over ``group``.
 
@@ -59,7 +60,7 @@ def exchange_attention(
         torch.Size([12, 4, 16])
     """
     rank = check_shard(q, k, v, plan, group)
-    return _Exchange.apply(q, k, v, plan, rank, group, q.shape[-1] ** -0.5 if scale is None else scale)
+    return _Exchange.apply(q, k, v, plan, rank, group, q.shape[-1] ** -0.5 if scale is None else scale, window)
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,14 @@ class _Traffic:
     silent: bool  # nobody sends anything: every rank knows it, and none takes part
 
 
-def _traffic(plan: ShardPlan, rank: int) -> _Traffic:
+def _traffic(plan: ShardPlan, rank: int, window: int | None) -> _Traffic:
     ranks = range(plan.num_ranks)
-    sent = [rows_read(plan, other, rank) if other != rank else [] for other in ranks]
-    received = [rows_read(plan, rank, other) if other != rank else [] for other in ranks]
+    sent = [rows_read(plan, other, rank, window) if other != rank else [] for other in ranks]
+    received = [rows_read(plan, rank, other, window) if other != rank else [] for other in ranks]
     tiles, offset = [], 0
     for other, ranges in enumerate(received):
         for start, stop in ranges:
-            for tile in plan.tiles(rank, other):
+            for tile in plan.tiles(rank, other, window):
                 if start <= tile.k_start < stop:
                     shift = offset - start
                     tiles.append(tile._replace(k_start=tile.k_start + shift, k_stop=tile.k_stop + shift))
@@ -91,7 +92,7 @@ def _traffic(plan: ShardPlan, rank: int) -> _Traffic:
         num_received=[sum(stop - start for start, stop in ranges) for ranges in received],
         sent_rows=torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64),
         tiles=tiles,
-        silent=not any(plan.tiles(one, other) for one in ranks for other in ranks if one != other),
+        silent=not any(plan.last_hop(one, window) for one in ranks),
     )
 
 
@@ -106,8 +107,10 @@ class _Exchange(torch.autograd.Function):
         rank: int,
         group: dist.ProcessGroup | None,
         scale: float,
+        window: int | None,
     ) -> Tensor:
-        traffic = _traffic(plan, rank)
+        traffic = _traffic(plan, rank, window)
+        own_tiles = plan.tiles(rank, rank, window)
         rows = traffic.sent_rows.to(k.device)
         received = k.new_empty(sum(traffic.num_received), 2, *k.shape[1:])
         work = None
@@ -117,13 +120,13 @@ class _Exchange(torch.autograd.Function):
                 received, sent, traffic.num_received, traffic.num_sent, group=group, async_op=True
             )
         out, lse = empty_state(q)
-        attend(q, k, v, plan.tiles(rank, rank), out, lse, scale, first=True)
+        attend(q, k, v, own_tiles, out, lse, scale, first=True)
         if work is not None:
             work.wait()
         attend(q, received[:, 0], received[:, 1], traffic.tiles, out, lse, scale, first=False)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, received, rows)
-        ctx.traffic, ctx.own_tiles, ctx.group, ctx.scale = traffic, plan.tiles(rank, rank), group, scale
+        ctx.traffic, ctx.own_tiles, ctx.group, ctx.scale = traffic, own_tiles, group, scale
         return out
 
     @staticmethod
@@ -145,4 +148,4 @@ class _Exchange(torch.autograd.Function):
             work.wait()
             dk.index_add_(0, rows, returned[:, 0])
             dv.index_add_(0, rows, returned[:, 1])
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None

@@ -11,6 +11,10 @@ so partial results merge exactly, in any order (Milakov and Gimelshein, arXiv 18
 arXiv 2310.01889). In the backward the probabilities of a tile are :math:`e^{s - L}` with the global :math:`L`, so
 that each tile's gradients can be computed by itself and summed (Dao, arXiv 2307.08691, section 3.1).
 
+A band is split into tiles without a window, exactly and with no masked score computed: causal squares, full rectangles,
+and squares in which query :math:`i` sees keys :math:`i` to the last. Read backwards, queries and keys both, the last
+kind is a causal square. The CUDA flash kernel knows windows on a causal tile itself.
+
 Everything here works on one packed sequence: queries ``[tokens, heads, head_dim]``, keys and values
 ``[tokens, kv_heads, head_dim]`` with ``heads`` a multiple of ``kv_heads``, log-sum-exp ``[heads, tokens]`` in float32
 (float64 for float64 inputs). Outputs are accumulated in the same precision as the log-sum-exp.
@@ -19,7 +23,7 @@ Backends, chosen by device and dtype: the CPU flash kernel; on CUDA the flash ke
 memory-efficient one for float32; plain matrix products for anything else.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -54,11 +58,13 @@ def attend(
         scale: factor of the scores, usually ``head_dim ** -0.5``.
         first: whether the causal tiles find nothing computed yet and are written instead of merged.
     """
-    forward = _backend(q).forward
-    for tile in tiles:
-        rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        tile_out, tile_lse = forward(q[rows], k[columns], v[columns], tile.causal, scale)
-        if first and tile.causal:
+    backend = _backend(q)
+    for part in _parts(tiles, backend.knows_windows):
+        rows, columns = part.rows, part.columns
+        queries, keys, values = part.order(q[rows], k[columns], v[columns])
+        tile_out, tile_lse = backend.forward(queries, keys, values, part, scale)
+        (tile_out,), (tile_lse,) = part.order(tile_out), part.order(tile_lse, dim=1)
+        if first and part.causal and not part.backwards:
             out[rows] = tile_out
             lse[:, rows] = tile_lse
         else:
@@ -95,20 +101,65 @@ def attend_backward(
         dv: like ``v``, in accumulation precision.
         scale: as in :func:`attend`.
     """
-    backward = _backend(q).backward
-    for tile in tiles:
-        rows, columns = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
-        tile_dq, tile_dk, tile_dv = backward(
-            grad_out[rows], q[rows], k[columns], v[columns], out[rows], lse[:, rows], tile.causal, scale
-        )
+    backend = _backend(q)
+    for part in _parts(tiles, backend.knows_windows):
+        rows, columns = part.rows, part.columns
+        ordered = part.order(grad_out[rows], q[rows], k[columns], v[columns], out[rows])
+        grads = backend.backward(*ordered, *part.order(lse[:, rows], dim=1), part=part, scale=scale)
+        tile_dq, tile_dk, tile_dv = part.order(*grads)
         dq[rows] += tile_dq
         dk[columns] += tile_dk
         dv[columns] += tile_dv
 
 
+class _Part(NamedTuple):
+    """What one call of a kernel computes: rows of queries against columns of keys."""
+
+    rows: slice
+    columns: slice
+    causal: bool = False
+    backwards: bool = False  # both read from the last to the first
+    window: int | None = None  # only for a kernel that knows windows
+
+    def order(self, *tensors: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        """The tensors in the order in which the part is read, and back."""
+        return tuple(tensor.flip(dim) for tensor in tensors) if self.backwards else tensors
+
+
+def _parts(tiles: Iterable[Tile], knows_windows: bool) -> Iterator[_Part]:
+    for tile in tiles:
+        if tile.first_key is None or (knows_windows and tile.causal):
+            window = None if tile.first_key is None else 1 - tile.first_key
+            yield _Part(slice(*tile[:2]), slice(*tile[2:4]), tile.causal, window=window)
+        elif not tile.causal:
+            whole = tile.q_start - tile.first_key  # the queries before see every key
+            if whole > tile.q_start:
+                yield _Part(slice(tile.q_start, whole), slice(*tile[2:4]))
+            yield from _cut_off(whole, tile.q_stop, tile.k_start, tile.k_stop)
+        else:
+            # blocks as long as the window: each sees itself and, falling off, the one before
+            window, shift = 1 - tile.first_key, tile.k_start - tile.q_start
+            for start in range(tile.q_start, tile.q_stop, window):
+                stop = min(start + window, tile.q_stop)
+                yield _Part(slice(start, stop), slice(start + shift, stop + shift), causal=True)
+            for start in range(tile.q_start + window, tile.q_stop, window):
+                stop = min(start + window - 1, tile.q_stop)
+                yield from _cut_off(start, stop, start + shift - window + 1, start + shift)
+
+
+def _cut_off(q_start: int, q_stop: int, k_start: int, k_stop: int) -> Iterator[_Part]:
+    """Query ``i`` sees keys ``i`` to the last: a square read backwards and a rectangle."""
+    rows, edge = slice(q_start, q_stop), k_start + q_stop - q_start
+    if q_stop > q_start:
+        yield _Part(rows, slice(k_start, edge), causal=True, backwards=True)
+        if k_stop > edge:
+            yield _Part(rows, slice(edge, k_stop))
+
+
 class _Backend(NamedTuple):
-    forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, part, scale) -> out, lse
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]  # (grad_out, q, k, v, out, lse, part, scale) -> dq, dk, dv
+    knows_windows: bool = False  # on a causal tile; else it is always None
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
@@ -125,16 +176,23 @@ def _tokens_first(tensor: Tensor) -> Tensor:
 # (division by zero in the kernel): plans hold none.
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_heads_first(q, k, v), 0.0, causal, scale=scale)
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_heads_first(q, k, v), 0.0, part.causal, scale=scale)
     return _tokens_first(out), lse.squeeze(0)
 
 
 def _cpu_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: _Part,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *_heads_first(grad_out, q, k, v, out), lse.unsqueeze(0), 0.0, causal, scale=scale
+        *_heads_first(grad_out, q, k, v, out), lse.unsqueeze(0), 0.0, part.causal, scale=scale
     )
     dq, dk, dv = map(_tokens_first, grads)
     return dq, dk, dv
@@ -144,15 +202,38 @@ def _cpu_backward(
 # activated FlashAttention 3 or 4 is used. The generator state is unused without dropout, but has to be given back.
 
 
-def _cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _flash_window(window: int | None) -> dict[str, int]:
+    """A causal tile is square, so it does not matter which corner the kernel aligns a window to."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+def _cuda_flash_forward(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float) -> tuple[Tensor, Tensor]:
     out, lse, *_ = _aten._flash_attention_forward(
-        q[None], k[None], v[None], None, None, q.shape[0], k.shape[0], 0.0, causal, False, scale=scale
+        q[None],
+        k[None],
+        v[None],
+        None,
+        None,
+        q.shape[0],
+        k.shape[0],
+        0.0,
+        part.causal,
+        False,
+        scale=scale,
+        **_flash_window(part.window),
     )
     return out.squeeze(0), lse.squeeze(0)
 
 
 def _cuda_flash_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: _Part,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)
@@ -168,10 +249,11 @@ def _cuda_flash_backward(
         q.shape[0],
         k.shape[0],
         0.0,
-        causal,
+        part.causal,
         unused_state,
         unused,
         scale=scale,
+        **_flash_window(part.window),
     )
     dq, dk, dv = (grad.squeeze(0) for grad in grads)
     return dq, dk, dv
@@ -189,16 +271,23 @@ def _sum_heads(grad: Tensor, kv_heads: int) -> Tensor:
     return grad.view(tokens, kv_heads, heads // kv_heads, head_dim).sum(2)
 
 
-def _cuda_efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _cuda_efficient_forward(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float) -> tuple[Tensor, Tensor]:
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-        *_heads_first(q, k, v), None, True, 0.0, causal, scale=scale
+        *_heads_first(q, k, v), None, True, 0.0, part.causal, scale=scale
     )
     return _tokens_first(out), lse[0, :, : q.shape[0]]
 
 
 def _cuda_efficient_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: _Part,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, kv_heads = q.shape[0], k.shape[1]
     k, v = _repeat_heads(k, q.shape[1]), _repeat_heads(v, q.shape[1])
@@ -213,7 +302,7 @@ def _cuda_efficient_backward(
         seed,
         0.0,
         [True, True, True, False],
-        causal,
+        part.causal,
         scale=scale,
     )
     dq, dk, dv = map(_tokens_first, grads[:3])
@@ -232,19 +321,26 @@ def _plain_scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
     return scores
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    scores = _plain_scores(q, k, causal, scale)
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float) -> tuple[Tensor, Tensor]:
+    scores = _plain_scores(q, k, part.causal, scale)
     lse = scores.logsumexp(-1)
     probabilities = (scores - lse[..., None]).exp()
     return torch.einsum("hqk,khd->qhd", probabilities, _repeat_heads(v, q.shape[1]).to(lse.dtype)), lse
 
 
 def _plain_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: _Part,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, kv_heads = q.shape[1], k.shape[1]
     q, k, v, grad_out, out = (tensor.to(lse.dtype) for tensor in (q, k, v, grad_out, out))
-    probabilities = (_plain_scores(q, k, causal, scale) - lse[..., None]).exp()
+    probabilities = (_plain_scores(q, k, part.causal, scale) - lse[..., None]).exp()
     delta = (grad_out * out).sum(-1).t()[..., None]
     grad_scores = probabilities * (torch.einsum("qhd,khd->hqk", grad_out, _repeat_heads(v, heads)) - delta) * scale
     dq = torch.einsum("hqk,khd->qhd", grad_scores, _repeat_heads(k, heads))
@@ -254,7 +350,7 @@ def _plain_backward(
 
 
 _CPU = _Backend(_cpu_forward, _cpu_backward)
-_CUDA_FLASH = _Backend(_cuda_flash_forward, _cuda_flash_backward)
+_CUDA_FLASH = _Backend(_cuda_flash_forward, _cuda_flash_backward, knows_windows=True)
 _CUDA_EFFICIENT = _Backend(_cuda_efficient_forward, _cuda_efficient_backward)
 PLAIN = _Backend(_plain_forward, _plain_backward)
 

@@ -29,6 +29,7 @@ def ring_attention(
     plan: ShardPlan,
     group: dist.ProcessGroup | None = None,
     scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention inside the documents of a packed sequence whose tokens are spread over ``group``.
 
@@ -39,6 +40,7 @@ def ring_attention(
         plan: who holds what; the same on every rank.
         group: the ranks that share the sequence. None if the plan has only one.
         scale: factor of the scores, ``head_dim ** -0.5`` if None.
+        window: keys of its document that a query sees at most, itself included; None for all before it.
 
     Returns:
         The attention output ``[tokens, heads, head_dim]``, differentiable.
@@ -53,7 +55,7 @@ def ring_attention(
         torch.Size([12, 4, 16])
     """
     rank = check_shard(q, k, v, plan, group)
-    return _Ring.apply(q, k, v, plan, rank, group, q.shape[-1] ** -0.5 if scale is None else scale)
+    return _Ring.apply(q, k, v, plan, rank, group, q.shape[-1] ** -0.5 if scale is None else scale, window)
 
 
 def check_shard(q: Tensor, k: Tensor, v: Tensor, plan: ShardPlan, group: dist.ProcessGroup | None) -> int:
@@ -87,17 +89,18 @@ class _Ring(torch.autograd.Function):
         rank: int,
         group: dist.ProcessGroup | None,
         scale: float,
+        window: int | None,
     ) -> Tensor:
         out, lse = empty_state(q)
         block = torch.stack([k, v])
-        journey = _Journey(plan, rank, group, k.shape[1:])
+        journey = _Journey(plan, rank, group, k.shape[1:], window)
         for step in range(plan.num_ranks):
             transfer = journey.pass_on(block, step)
             attend(q, block[0], block[1], journey.tiles(step), out, lse, scale, first=step == 0)
             block = transfer.wait_for_block()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.rank, ctx.group, ctx.scale = plan, rank, group, scale
+        ctx.plan, ctx.rank, ctx.group, ctx.scale, ctx.window = plan, rank, group, scale, window
         return out
 
     @staticmethod
@@ -108,7 +111,7 @@ class _Ring(torch.autograd.Function):
         block = torch.stack([k, v])
         dq = torch.zeros_like(q, dtype=lse.dtype)
         own = torch.zeros_like(block, dtype=lse.dtype)
-        journey = _Journey(plan, rank, ctx.group, k.shape[1:])
+        journey = _Journey(plan, rank, ctx.group, k.shape[1:], ctx.window)
         received, home = _Transfer(), _Transfer()
         for step in range(plan.num_ranks):
             transfer = journey.pass_on(block, step)
@@ -126,7 +129,7 @@ class _Ring(torch.autograd.Function):
         returned = home.wait()
         if returned is not None:
             own += returned
-        return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None, None, None, None
+        return dq.to(q.dtype), own[0].to(k.dtype), own[1].to(v.dtype), None, None, None, None, None
 
 
 class _Transfer:
@@ -155,8 +158,10 @@ class _Journey:
     Gloo matches messages between two ranks by that order, and NCCL deadlocks without it.
     """
 
-    def __init__(self, plan: ShardPlan, rank: int, group: dist.ProcessGroup | None, row: torch.Size) -> None:
-        self.plan, self.rank, self.group, self.size = plan, rank, group, plan.num_ranks
+    def __init__(
+        self, plan: ShardPlan, rank: int, group: dist.ProcessGroup | None, row: torch.Size, window: int | None
+    ) -> None:
+        self.plan, self.rank, self.group, self.size, self.window = plan, rank, group, plan.num_ranks, window
         self._row = row  # shape of one token's keys, [kv_heads, head_dim]
 
     def source(self, step: int) -> int:
@@ -165,17 +170,20 @@ class _Journey:
 
     def tiles(self, step: int) -> tuple[Tile, ...]:
         """The work of this rank's queries on the block of ``step``."""
-        return self.plan.tiles(self.rank, self.source(step))
+        return self.plan.tiles(self.rank, self.source(step), self.window)
+
+    def _last_hop(self, rank: int) -> int:
+        return self.plan.last_hop(rank, self.window)
 
     def arrives(self, step: int) -> bool:
         """Whether the block of ``step`` comes this far."""
-        return step < self.size and step <= self.plan.last_hop(self.source(step))
+        return step < self.size and step <= self._last_hop(self.source(step))
 
     def pass_on(self, block: Tensor, step: int) -> _Transfer:
         """Send the block of ``step`` to the next rank and receive that of ``step + 1``, as far as they are read."""
         operations: list[_Operation] = []
         arriving = None
-        if step < self.plan.last_hop(self.source(step)):
+        if step < self._last_hop(self.source(step)):
             operations.append((dist.isend, block, self.rank + 1))
         if self.arrives(step + 1):
             arriving = block.new_empty(2, self.plan.lengths[self.source(step + 1)], *self._row)
@@ -192,12 +200,12 @@ class _Journey:
         operations: list[_Operation] = []
         arriving = returning = None
         if step > 0 and self.arrives(step):
-            is_last = step == self.plan.last_hop(self.source(step))
+            is_last = step == self._last_hop(self.source(step))
             operations.append((dist.isend, partial, self.source(step) if is_last else self.rank + 1))
         if step > 0 and self.arrives(step + 1):
             arriving = partial.new_empty(2, self.plan.lengths[self.source(step + 1)], *self._row)
             operations.append((dist.irecv, arriving, self.rank - 1))
-        if step > 0 and step == self.plan.last_hop(self.rank):
+        if step > 0 and step == self._last_hop(self.rank):
             returning = partial.new_empty(2, self.plan.lengths[self.rank], *self._row)
             operations.append((dist.irecv, returning, self.rank + step))
         works = self._post(operations)  # in the order of the operations; each may be waited for only once
