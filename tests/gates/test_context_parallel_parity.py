@@ -4,9 +4,12 @@ import pytest
 import torch
 from tiny import packed_batch, tiny_llama
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from lit_llm.context import batch as batch_module
 from lit_llm.context import plan as plan_module
 from lit_llm.gates import context_parallel_parity
+from lit_llm.huggingface import ContextRoute
 
 ODD = [37, 1, 20, 5, 64, 3]
 
@@ -105,19 +108,55 @@ def test_defective_models_fail(defect, reason):
 
 def test_a_lost_tile_fails(monkeypatch):
     whole = plan_module._tiles
-    monkeypatch.setattr(plan_module, "_tiles", lambda *spans: list(whole(*spans))[:-1])
+    monkeypatch.setattr(plan_module, "_tiles", lambda *asked: list(whole(*asked))[:-1])
     verdict = context_parallel_parity(tiny_llama(), packed_batch([150]), layout="zigzag")
     assert not verdict.passed
 
 
 def test_a_leaking_tile_fails(monkeypatch):
     """Documents that see each other: every boundary but the outermost forgotten by the planner."""
-    whole = plan_module._tiles
-    monkeypatch.setattr(plan_module, "_tiles", lambda q, k, cu: list(whole(q, k, (0, cu[-1]))))
+    monkeypatch.setattr(batch_module, "make_plan", lambda cu, *rest: plan_module.make_plan([0, cu[-1]], *rest))
     verdict = context_parallel_parity(tiny_llama(), packed_batch(ODD))
     assert not verdict.passed
     assert verdict.evidence["leak"] > 1e-3
     assert "documents see each other" in str(verdict)
+
+
+def windowed(model_type, **settings):
+    """Two layers that look seven tokens back, or only the second of them."""
+    config = tiny_llama().config
+    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    names += ["num_key_value_heads", "max_position_embeddings", "initializer_range"]
+    settings = {**{name: getattr(config, name) for name in names}, "sliding_window": 7, **settings}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **settings)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+WINDOWED = {"mistral": {}, "qwen2": {"use_sliding_window": True, "max_window_layers": 1}}
+
+
+@pytest.mark.parametrize("attention", ["ring", "exchange"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("model_type", WINDOWED)
+def test_sliding_windows_pass(model_type, size, attention):
+    model = windowed(model_type, **WINDOWED[model_type])
+    verdict = context_parallel_parity(model, packed_batch(ODD), context_parallel_size=size, attention=attention)
+    assert verdict.passed, verdict
+    assert verdict.measured < 1e-5
+
+
+@pytest.mark.parametrize("wrong", [None, 6, 8])
+def test_another_window_fails(monkeypatch, wrong):
+    attend = ContextRoute._attend
+
+    def other(route, q, k, v, scale, window=None):
+        return attend(route, q, k, v, scale, wrong)
+
+    monkeypatch.setattr(ContextRoute, "_attend", other)
+    verdict = context_parallel_parity(windowed("mistral"), packed_batch(ODD))
+    assert not verdict.passed
+    assert verdict.measured > 10 * verdict.threshold
 
 
 @pytest.mark.parametrize("mix", [lambda x: x.roll(1, dims=1), lambda x: x.cumsum(1)])

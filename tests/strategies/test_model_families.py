@@ -56,7 +56,6 @@ def test_families(model_type, size):
 @pytest.mark.parametrize(
     ("model_type", "changes", "contains"),
     [
-        ("mistral", {"sliding_window": 7}, "asks for a sliding window"),
         ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop=0.1: dropout inside attention cannot be routed"),
         ("gemma2", {}, "asks for"),
     ],
