@@ -5,9 +5,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from lit_llm.context import LAYOUTS, Layout, ShardPlan, make_plan
+from lit_llm.context.balance import balance, deal, rows_received, work_before
 
 TOKENS = 1 << 20
 
@@ -27,6 +29,17 @@ def run(repeats: int = 5) -> Iterator[dict[str, Any]]:
                     "target": target,
                     "holds": seconds < target,
                 }
+    edges, owners = balance(packed, 64, 8)
+    scattered = rows_received(packed, edges, deal(np.diff(work_before(packed, edges)), 64))
+    yield {
+        "name": "rows_received_64_ranks",
+        "value": rows_received(packed, edges, owners) / TOKENS,
+        "unit": "keys that all ranks read of others, over tokens",
+        "baseline": "the same blocks dealt by work alone",
+        "ratio": scattered / rows_received(packed, edges, owners),
+        "target": None,
+        "holds": None,
+    }
     for num_ranks in (8, 64, 512):
         cu_seqlens = log_normal_documents(4096 * num_ranks, max(4, 2 * num_ranks))
         for window in (None, 1024):

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from lit_llm.context.balance import balance, cut, work_before
 
-__all__ = ["LAYOUTS", "Layout", "ShardPlan", "Span", "Tile", "make_plan"]
+__all__ = ["LAYOUTS", "Layout", "ShardPlan", "Span", "Tile", "assemble", "make_plan"]
 
 Layout = Literal["contiguous", "zigzag", "balanced"]
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag", "balanced")
@@ -232,18 +232,18 @@ def make_plan(
             "use longer sequences or a smaller context_parallel_size"
         )
     if layout == "contiguous":
-        return ShardPlan(boundaries, _assemble(cut(total, num_ranks), range(num_ranks), num_ranks))
+        return ShardPlan(boundaries, assemble(cut(total, num_ranks), range(num_ranks), num_ranks))
     if layout == "zigzag":
         num_chunks = min(2 * num_ranks, total // num_ranks * num_ranks)
         owners = [min(chunk, 2 * num_ranks - 1 - chunk) for chunk in range(num_chunks)]
-        return ShardPlan(boundaries, _assemble(cut(total, num_chunks), owners, num_ranks))
+        return ShardPlan(boundaries, assemble(cut(total, num_chunks), owners, num_ranks))
     if layout == "balanced":
         edges, owners = balance(boundaries, num_ranks, blocks_per_rank, window)
-        return ShardPlan(boundaries, _assemble(edges, owners, num_ranks))
+        return ShardPlan(boundaries, assemble(edges, owners, num_ranks))
     raise ValueError(f"layout={layout!r} is unknown: choose one of {', '.join(map(repr, LAYOUTS))}")
 
 
-def _assemble(edges: Sequence[int], owners: Sequence[int], num_ranks: int) -> tuple[tuple[Span, ...], ...]:
+def assemble(edges: Sequence[int], owners: Sequence[int], num_ranks: int) -> tuple[tuple[Span, ...], ...]:
     """Spans of each rank; neighbouring chunks of one rank become one span."""
     spans: list[list[Span]] = [[] for _ in range(num_ranks)]
     for start, stop, owner in zip(edges[:-1], edges[1:], owners, strict=True):

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_llm.context import LAYOUTS, make_plan
-from lit_llm.context.balance import work_before
+from lit_llm.context import LAYOUTS, ShardPlan, make_plan, rows_read
+from lit_llm.context.balance import balance, cut, deal, rows_received, work_before
+from lit_llm.context.plan import assemble
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 WINDOWS = st.none() | st.integers(1, 45)
@@ -128,3 +129,40 @@ def test_packed_documents_are_balanced(num_ranks):
         assert imbalance(make_plan(cu_seqlens, num_ranks, window=1024), 1024) <= 1.02
         assert imbalance(make_plan(cu_seqlens, num_ranks, "zigzag")) > 1.2
         assert imbalance(make_plan([0, 4096 * num_ranks], num_ranks)) <= 1.02
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, num_ranks=st.integers(1, 5), blocks=st.integers(1, 6), data=st.data())
+def test_rows_received_are_those_that_the_tiles_read(lengths, num_ranks, blocks, data):
+    """For blocks dealt at random."""
+    cu_seqlens = boundaries(lengths)
+    num_blocks = num_ranks * blocks
+    if cu_seqlens[-1] < num_blocks:
+        return
+    edges, owners = cut(cu_seqlens[-1], num_blocks), data.draw(st.permutations([*range(num_ranks)] * blocks))
+    plan = ShardPlan(tuple(cu_seqlens), assemble(edges, owners, num_ranks))
+    ranks = range(num_ranks)
+    read = [r for q_rank in ranks for k_rank in ranks if q_rank != k_rank for r in rows_read(plan, q_rank, k_rank)]
+    assert rows_received(cu_seqlens, edges, owners) == sum(stop - start for start, stop in read)
+
+
+@given(
+    costs=st.lists(st.integers(1, 1000), min_size=1, max_size=40),
+    num_ranks=st.integers(1, 5),
+    share=st.floats(0, 1.2),
+    data=st.data(),
+)
+def test_every_rank_is_dealt_equally_many(costs, num_ranks, share, data):
+    costs = costs * num_ranks
+    documents = data.draw(st.lists(st.integers(-1, 3), min_size=len(costs), max_size=len(costs)))
+    owners = deal(costs, num_ranks, documents, share)
+    assert [owners.count(rank) for rank in range(num_ranks)] == [len(costs) // num_ranks] * num_ranks
+
+
+@pytest.mark.parametrize(("num_ranks", "share"), [(8, 0.9), (64, 0.8)])
+def test_documents_are_kept_together_within_the_same_balance(num_ranks, share):
+    for seed in range(3):
+        cu_seqlens = log_normal_documents(16384 * num_ranks, seed)
+        edges, owners = balance(cu_seqlens, num_ranks, 16)
+        scattered = deal(work_before(cu_seqlens, edges[1:]) - work_before(cu_seqlens, edges[:-1]), num_ranks)
+        assert rows_received(cu_seqlens, edges, owners) < share * rows_received(cu_seqlens, edges, scattered)
