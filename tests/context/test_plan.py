@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_llm.context import LAYOUTS, ShardPlan, make_plan, rows_read
+from lit_llm.context import LAYOUTS, ShardPlan, Tile, make_plan, rows_read
 from lit_llm.context.balance import balance, cut, deal, rows_received, work_before
 from lit_llm.context.plan import assemble
 
@@ -78,6 +78,13 @@ def test_the_last_hop_is_that_of_the_farthest_reader(lengths, num_ranks, layout,
     for rank in range(num_ranks):
         readers = [hop for hop in range(num_ranks) if plan.tiles((rank + hop) % num_ranks, rank, window)]
         assert plan.last_hop(rank, window) == readers[-1]
+
+
+def test_a_block_travels_to_the_last_query_whose_window_reaches_it():
+    plan = make_plan([0, 12], 3, "contiguous")
+    assert [plan.last_hop(0, window) for window in (1, 2, 5, 6, 7, None)] == [0, 1, 1, 2, 2, 2]
+    assert plan.tiles(2, 0, window=6) == (Tile(0, 1, 3, 4, causal=False),)
+    assert plan.tiles(2, 0, window=7) == (Tile(0, 2, 2, 4, causal=False, first_key=0),)
 
 
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=12), window=WINDOWS)
