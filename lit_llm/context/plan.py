@@ -136,8 +136,7 @@ class ShardPlan:
 
     def _effective(self, window: int | None) -> int | None:
         """None for a window that hides nothing."""
-        if window is not None and window < 1:
-            raise ValueError(f"window={window}: a query sees at least itself, so a window is 1 or more")
+        _check_window(window)
         return None if window is None or window >= self._longest else window
 
     def _readers(self, rank: int, window: int | None) -> Iterator[np.ndarray]:
@@ -214,7 +213,7 @@ def make_plan(
         The plan; the same on every rank that passes the same arguments.
 
     Raises:
-        ValueError: if there are fewer tokens than ranks, or for an unknown layout.
+        ValueError: if there are fewer tokens than ranks, for an unknown layout, or if the window is not positive.
 
     Example:
         >>> plan = make_plan([0, 6, 8, 12], num_ranks=2, layout="zigzag")
@@ -226,6 +225,7 @@ def make_plan(
     listed = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     boundaries = tuple(map(int, listed))
     total = boundaries[-1]
+    _check_window(window)
     if total < num_ranks:
         raise ValueError(
             f"a batch of {total} tokens cannot be split over {num_ranks} context-parallel ranks: "
@@ -241,6 +241,11 @@ def make_plan(
         edges, owners = balance(boundaries, num_ranks, blocks_per_rank, window)
         return ShardPlan(boundaries, assemble(edges, owners, num_ranks))
     raise ValueError(f"layout={layout!r} is unknown: choose one of {', '.join(map(repr, LAYOUTS))}")
+
+
+def _check_window(window: int | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: a query sees at least itself, so a window is 1 or more")
 
 
 def assemble(edges: Sequence[int], owners: Sequence[int], num_ranks: int) -> tuple[tuple[Span, ...], ...]:

@@ -108,6 +108,8 @@ def test_plans_know_a_window_that_hides_nothing():
     for ask in (plan.last_hop, plan.cost, lambda rank, window: plan.tiles(rank, rank, window)):
         with pytest.raises(ValueError, match="window=-1: a query sees at least itself, so a window is 1 or more"):
             ask(0, window=-1)
+    with pytest.raises(ValueError, match="window=0: "):
+        make_plan([0, 30, 70], 3, window=0)
 
 
 def test_layouts_are_refused_by_name():
